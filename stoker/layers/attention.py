@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from stoker.kernels.attention import paged_attention
@@ -11,35 +13,44 @@ from stoker.kernels.rope_write import HeadNorms, rope_write
 from stoker.layers.batch import GroupInputs
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
-from stoker.layers.quant import PLAIN, Stored
+from stoker.layers.quant import StoredAs
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    qk_norm_eps: float | None = None  # of a norm on each head's q and k before the rotary embedding; None: no norm
+
+    def build(self, hidden_size: int, stored: StoredAs, name: str, in_features: int | None = None) -> Attention:
+        """Build the attention of the layer `name`. `in_features` is the width of the input, by default `hidden_size`,
+        which is that of the output."""
+        return Attention(self, hidden_size, in_features or hidden_size, stored, name)
+
+    def active_weights(self, hidden_size: int) -> int:
+        """Number of weights in the matmuls that one token passes through."""
+        return 2 * hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
 
 class Attention(nn.Module):
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        qk_norm_eps: float | None,
-        qkv: Stored = PLAIN,
-        out: Stored = PLAIN,
-        in_features: int | None = None,
+        self, config: AttentionConfig, hidden_size: int, in_features: int, stored: StoredAs, name: str
     ) -> None:
-        """`in_features` is the width of the input, by default `hidden_size`, which is that of the output."""
         super().__init__()
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         kv_size = num_kv_heads * head_dim
         # With 8-bit weights, the values are rotated, and so is the output of attention, which is linear in them.
         block = head_dim if is_power_of_2(head_dim) else None
-        parts = (num_heads * head_dim, kv_size, kv_size)
-        self.qkv = Linear(in_features or hidden_size, parts, bias, qkv, out_blocks=(1, 1, block or 1))
-        self.out = Linear(num_heads * head_dim, hidden_size, bias, out, rotated_block=block)
-        self._qk_norm_eps = qk_norm_eps
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps)
+        parts, blocks = (num_heads * head_dim, kv_size, kv_size), (1, 1, block or 1)
+        self.qkv = Linear(in_features, parts, config.bias, stored(f"{name}.qkv"), out_blocks=blocks)
+        self.out = Linear(num_heads * head_dim, hidden_size, config.bias, stored(f"{name}.out"), rotated_block=block)
+        self._qk_norm_eps = eps = config.qk_norm_eps
+        if eps is not None:
+            self.q_norm = RMSNorm(head_dim, eps)
+            self.k_norm = RMSNorm(head_dim, eps)
 
     @property
     def width(self) -> int:

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.cpu_int8 import Int8Kernel
-from stoker.kernels.moe_tile_model import check_experts
 from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch, GroupInputs
 from stoker.layers.embedding import Embedding
@@ -20,29 +19,55 @@ from stoker.layers.features import Tap
 from stoker.layers.int8_layer import Int8Layer, Int8Matmul
 from stoker.layers.linear import Linear, TiedLinear
 from stoker.layers.mlp import GatedMlp
-from stoker.layers.moe import MoeConfig, MoeMlp
 from stoker.layers.norm import RMSNorm
-from stoker.layers.quant import PLAIN, Stored
+from stoker.layers.packing import pack_layers
+from stoker.layers.quant import PLAIN, Stored, StoredAs
 from stoker.layers.rope import Rope, RopeConfig
+
+
+class PartModule(Protocol):
+    """The attention or the MLP of a layer, an nn.Module.
+
+    Attention is called with (x, norm, where, layer, positions, cos, sin), an MLP with (x, norm). Both return x plus
+    their output for norm(x), and may reuse the memory of x.
+    """
+
+    def __call__(self, *inputs: Any) -> Tensor: ...
+
+    @property
+    def width(self) -> int:
+        """Values held per token at the same time, beside the residual stream."""
+
+
+class PartConfig(Protocol):
+    """The shape of a layer's attention (AttentionConfig) or MLP (MlpConfig, MoeConfig)."""
+
+    def build(self, hidden_size: int, stored: StoredAs, name: str) -> PartModule:
+        """Build the part `name` of the model on torch's default device. It is an nn.Module."""
+
+    def active_weights(self, hidden_size: int) -> int:
+        """Number of weights in the matmuls that one token passes through."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """The shape of one layer. `group` is its KV group, counted in ModelFamily.kv_groups."""
+
+    attention: PartConfig
+    mlp: PartConfig
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerConfig, ...]
     norm_eps: float
     rope: RopeConfig
+    rope_width: int  # values of a head that the rotary embedding turns
     max_positions: int
     tie_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    moe: MoeConfig | None = None
     # how weights that are not plain are stored, by the name of their matmul
     stored: Mapping[str, Stored] = field(default_factory=dict)
 
@@ -52,49 +77,36 @@ class DecoderConfig:
     @property
     def active_weights(self) -> int:
         """Number of weights in the matmuls that one token passes through, without the head."""
-        moe, num_sparse = self.moe, len(self.moe.layers) if self.moe is not None else 0
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        experts = 3 * self.hidden_size * moe.intermediate_size * moe.top_k if moe is not None else 0
-        return self.num_layers * attention + (self.num_layers - num_sparse) * mlp + num_sparse * experts
+        parts = [part for layer in self.layers for part in (layer.attention, layer.mlp)]
+        return sum(part.active_weights(self.hidden_size) for part in parts)
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, number: int) -> None:
         super().__init__()
-        moe = config.moe if config.moe is not None and number in config.moe.layers else None
-        if moe is not None:
-            shape = (moe.num_experts, moe.top_k, config.hidden_size, moe.intermediate_size)
-            check_experts(f"layers.{number}.mlp", *shape, torch.get_default_device())
+        layer, name = config.layers[number], f"layers.{number}"
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.attention_bias,
-            config.norm_eps if config.qk_norm else None,
-            config.stored_as(f"layers.{number}.attention.qkv"),
-            config.stored_as(f"layers.{number}.attention.out"),
-        )
+        self.attention = layer.attention.build(config.hidden_size, config.stored_as, f"{name}.attention")
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        stored = [config.stored_as(f"layers.{number}.mlp.{matmul}") for matmul in ("gate_up", "down")]
-        self.mlp: GatedMlp | MoeMlp
-        if moe is not None:
-            self.mlp = MoeMlp(config.hidden_size, moe, *stored)
-        else:
-            self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, *stored)
+        self.mlp = layer.mlp.build(config.hidden_size, config.stored_as, f"{name}.mlp")
 
     def forward(self, x: Tensor, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Run the layer. `layer` counts within the KV group."""
         if isinstance(where.spans, GridSpans):
             return self.int8.run(x, where, where.spans, layer, cos, sin)
         x = self.attention(x, self.attention_norm, where, layer, positions, cos, sin)
         return self.mlp(x, self.mlp_norm)
 
+    @property
+    def width(self) -> int:
+        """Values held per token at the same time, beside the residual stream."""
+        return max(self.attention.width, self.mlp.width)
+
     @cached_property
     def int8(self) -> Int8Layer:
         """The layer for 8-bit weights on a CPU. First used after `pack`."""
         attention, mlp = self.attention, self.mlp
+        assert isinstance(attention, Attention)
         assert isinstance(mlp, GatedMlp), "experts have no 8-bit kernels on a CPU"
 
         def matmul(linear: Linear) -> Int8Matmul:
@@ -115,34 +127,35 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder built on torch's default device and in its default dtype. It is empty until weights are loaded. All its
-    layers are one KV group."""
+    """A decoder built on torch's default device and in its default dtype. It is empty until weights are loaded."""
 
     def __init__(self, config: DecoderConfig, num_positions: int) -> None:
         super().__init__()
         self.embedding = Embedding(config.vocab_size, config.hidden_size, config.stored_as("embedding"))
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(len(config.layers)))
+        groups = [layer.group for layer in config.layers]
+        # Each layer's KV group, and its number within the group.
+        self._places = [(group, groups[:i].count(group)) for i, group in enumerate(groups)]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = (
             TiedLinear(self.embedding)
             if config.tie_embeddings
             else Linear(config.hidden_size, config.vocab_size, stored=config.stored_as("head"))
         )
-        self.rope = Rope(config.rope, config.head_dim, num_positions, self.norm.weight.device)
+        self.rope = Rope(config.rope, config.rope_width, num_positions, self.norm.weight.device)
 
     def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = ()) -> Tensor:
         """Return the hidden states [tokens, hidden], the input of the head. Each tap gets those of its layer; taps are
         ordered by their layers."""
         x = self.embedding(batch.token_ids)
-        (where,) = batch.groups
         cos, sin = self.rope(batch.positions)
-        if isinstance(where.spans, GridSpans):
+        if isinstance(batch.groups[0].spans, GridSpans):
             cos, sin = cos[:, None], sin[:, None]
-        layers, first = enumerate(self.layers), 0
+        layers, first = zip(self.layers, self._places, strict=True), 0
 
         def run(x: Tensor, count: int) -> Tensor:
-            for number, layer in islice(layers, count):
-                x = layer(x, where, number, batch.positions, cos, sin)
+            for layer, (group, number) in islice(layers, count):
+                x = layer(x, batch.groups[group], number, batch.positions, cos, sin)
             return x
 
         for tap in taps:
@@ -160,18 +173,11 @@ class Decoder(nn.Module):
         """Upper bound of a forward pass's memory per token, beside weights and KV: the residual stream and a copy of
         it, the rotary angles, and the widest part of a layer."""
         hidden_size = self.embedding.in_features
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        widest = max(max(layer.attention.width, layer.mlp.width) for layer in layers)
+        widest = max(layer.width for layer in self.layers if isinstance(layer, DecoderLayer))
         angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
         return (2 * hidden_size + widest) * self.norm.weight.itemsize + angles
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Convert the weights to the layout of the kernels. `int8` is the kernel for weights that may be requantised to
         8 bits; None: they are dequantised. `exact`: a token's result must not depend on the other tokens of a step."""
-        for module in self.modules():  # in the order of the attributes: the embedding before a head that shares it
-            if isinstance(module, Embedding):
-                module.pack(int8)
-            elif isinstance(module, Linear | TiedLinear):
-                module.pack(int8, exact)
-            elif isinstance(module, MoeMlp):
-                module.pack(exact)
+        pack_layers(self, int8, exact)

@@ -15,7 +15,7 @@ class Embedding(StoredWeight):
         super().__init__(width, (vocab_size,), stored)
         self._is_grouped = False
 
-    def pack(self, int8: Int8Kernel | None = None) -> None:
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         self._is_grouped = int8 is not None and isinstance(self._stored, Grouped)
         if not self._is_grouped:
             self.ready()

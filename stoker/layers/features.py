@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.linear import PackedWeight, Weight, add_linear, linear, pack_weight
 from stoker.layers.norm import RMSNorm
 
@@ -41,7 +42,7 @@ class FeatureProjection(nn.Module):
         self.joint_norm = RMSNorm(count * in_features, eps) if norm_all else None
         self._parts: list[Weight] = []
 
-    def pack(self) -> None:
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Split the weight into one for each hidden state, once after loading."""
         parts = self.weight.data.view(len(self.weight), self.count, self.in_features).transpose(0, 1)
         self.weight.data = parts.contiguous()

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
-from stoker.layers.quant import PLAIN, Stored
+from stoker.layers.quant import PLAIN, Stored, StoredAs
+
+
+@dataclass(frozen=True, slots=True)
+class MlpConfig:
+    intermediate_size: int
+    bias: bool = False
+
+    def build(self, hidden_size: int, stored: StoredAs, name: str) -> GatedMlp:
+        """Build the MLP of the layer `name`."""
+        sizes = (hidden_size, self.intermediate_size, self.bias)
+        return GatedMlp(*sizes, stored(f"{name}.gate_up"), stored(f"{name}.down"))
+
+    def active_weights(self, hidden_size: int) -> int:
+        """Number of weights in the matmuls that one token passes through."""
+        return 3 * hidden_size * self.intermediate_size
 
 
 class GatedMlp(nn.Module):

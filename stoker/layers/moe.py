@@ -7,20 +7,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.cpu_int8 import Int8Weight
+from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
+from stoker.kernels.moe_tile_model import check_experts
 from stoker.kernels.quant import QuantWeight
 from stoker.layers.norm import RMSNorm
-from stoker.layers.quant import PLAIN, Stored, StoredWeight
+from stoker.layers.quant import PLAIN, Stored, StoredAs, StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
+    """Experts in place of a layer's MLP."""
+
     num_experts: int
     top_k: int
     intermediate_size: int
     renormalises: bool  # the weights of the chosen experts add up to one
-    layers: frozenset[int]  # the layers with experts; the others have a dense MLP
+
+    def build(self, hidden_size: int, stored: StoredAs, name: str) -> MoeMlp:
+        """Build the experts of the layer `name`. Raises ModelFilesError for sizes that no kernel of the device serves."""
+        shape = (self.num_experts, self.top_k, hidden_size, self.intermediate_size)
+        check_experts(name, *shape, torch.get_default_device())
+        return MoeMlp(hidden_size, self, stored(f"{name}.gate_up"), stored(f"{name}.down"))
+
+    def active_weights(self, hidden_size: int) -> int:
+        """Number of weights in the matmuls that one token passes through."""
+        return 3 * hidden_size * self.intermediate_size * self.top_k
 
 
 class MoeMlp(nn.Module):
@@ -36,7 +48,7 @@ class MoeMlp(nn.Module):
         self.down = StoredWeight(width, (hidden_size,) * num_experts, down)
         self._experts: Experts | None = None
 
-    def pack(self, exact: bool = False) -> None:
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         config = self._config
         gate_up, down = self.gate_up.ready(), self.down.ready()
         assert not isinstance(gate_up, Int8Weight)

@@ -8,7 +8,7 @@ files are requantised for the 8-bit kernels of a CPU (cpu_int8.py), or dequantis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Protocol
@@ -95,6 +95,14 @@ class Plain:
 
 
 PLAIN = Plain()
+
+StoredAs = Callable[[str], Stored]
+"""Returns how the weight of a matmul is stored, by the matmul's name in the model."""
+
+
+def all_plain(matmul: str) -> Stored:
+    """The StoredAs of a model without quantised weights."""
+    return PLAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,45 +1,56 @@
-"""What the families share: reading config.json, and the weight rules of a decoder with or without experts. Registers
-nothing."""
+"""What the families share: reading config.json, and the weight rules of a decoder. Registers nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
-from stoker.layers.decoder import DecoderConfig
+from stoker.layers.attention import AttentionConfig
+from stoker.layers.decoder import DecoderConfig, LayerConfig
+from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MoeConfig
 from stoker.layers.quant import PLAIN, Grouped, Int4, Stored
 from stoker.layers.rope import RopeConfig
-from stoker.models.family import Rule, field
+from stoker.models.family import ModelShape, Rule, field
 from stoker.models.quantisation import matmul_rules, read_quantisation
 
 
-def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) -> DecoderConfig:
-    """Return the decoder that config.json describes. Raises ModelFilesError for what is not supported."""
-    hidden_size = field(hf, "hidden_size", int)
-    num_heads = field(hf, "num_attention_heads", int)
+def read_config(hf: Mapping[str, Any], layer: Callable[[int], LayerConfig]) -> DecoderConfig:
+    """Return the decoder that config.json describes, without quantisation (`with_stored`). `layer` returns the
+    configuration of a layer by its number. Raises ModelFilesError for what is not supported."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelFilesError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
     max_positions = field(hf, "max_position_embeddings", int)
-    config = DecoderConfig(
+    return DecoderConfig(
         vocab_size=field(hf, "vocab_size", int),
-        hidden_size=hidden_size,
-        intermediate_size=field(hf, "intermediate_size", int),
-        num_layers=field(hf, "num_hidden_layers", int),
-        num_heads=num_heads,
-        num_kv_heads=field(hf, "num_key_value_heads", int, num_heads),
-        head_dim=field(hf, "head_dim", int) if hf.get("head_dim") else hidden_size // num_heads,
+        hidden_size=field(hf, "hidden_size", int),
+        layers=tuple(map(layer, range(field(hf, "num_hidden_layers", int)))),
         norm_eps=field(hf, "rms_norm_eps", float),
         rope=read_rope(hf, max_positions),
+        rope_width=read_head_dim(hf),
         max_positions=max_positions,
         tie_embeddings=field(hf, "tie_word_embeddings", bool, False),
-        attention_bias=field(hf, "attention_bias", bool, False),
-        mlp_bias=field(hf, "mlp_bias", bool, False),
-        qk_norm=qk_norm,
-        moe=moe,
+    )
+
+
+def read_head_dim(hf: Mapping[str, Any]) -> int:
+    if hf.get("head_dim"):
+        return int(field(hf, "head_dim", int))
+    return int(field(hf, "hidden_size", int) // field(hf, "num_attention_heads", int))
+
+
+def read_attention(hf: Mapping[str, Any], *, qk_norm: bool) -> AttentionConfig:
+    """Return the grouped-query attention that config.json describes, the same for all layers."""
+    num_heads = field(hf, "num_attention_heads", int)
+    config = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=field(hf, "num_key_value_heads", int, num_heads),
+        head_dim=read_head_dim(hf),
+        bias=field(hf, "attention_bias", bool, False),
+        qk_norm_eps=field(hf, "rms_norm_eps", float) if qk_norm else None,
     )
     if config.num_heads % config.num_kv_heads:
         raise ModelFilesError(
@@ -47,7 +58,25 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
         )
     if config.head_dim % 2:
         raise ModelFilesError(f"config.json: head_dim {config.head_dim} is odd: rotary embeddings need an even number")
-    return replace(config, stored=read_stored(hf, config))
+    return config
+
+
+def read_mlp(hf: Mapping[str, Any]) -> MlpConfig:
+    return MlpConfig(field(hf, "intermediate_size", int), field(hf, "mlp_bias", bool, False))
+
+
+def model_shape(config: DecoderConfig, attention: AttentionConfig) -> ModelShape:
+    """Return what the engine needs to know about a decoder whose layers all have this attention."""
+    return ModelShape(
+        config.vocab_size,
+        config.hidden_size,
+        config.max_positions,
+        len(config.layers),
+        attention.num_kv_heads,
+        attention.head_dim,
+        attention.num_heads,
+        config.active_weights,
+    )
 
 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -93,44 +122,109 @@ def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Matmul:
+class Matmul:
     """A matmul of the model, with the checkpoint modules that are fused into it and their outputs."""
 
     target: str
-    parts: dict[str, int]
+    parts: Mapping[str, int]
     num_ins: int
     bias: bool = False
 
 
-def _matmuls(config: DecoderConfig) -> Iterator[_Matmul]:
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden_size, mlp_size = config.hidden_size, config.intermediate_size
-    if not config.tie_embeddings:
-        yield _Matmul("head", {"lm_head": config.vocab_size}, hidden_size)
-    for i in range(config.num_layers):
-        src, dst = f"model.layers.{i}.", f"layers.{i}."
+class WeightNames:
+    """The checkpoint's names of a decoder's weights, as Llama has them. Families with other names override a part.
+
+    `prefix` comes before all names. A layer's methods get the names of the layer in the checkpoint (`src`) and in the
+    model (`dst`), both with a dot at the end.
+    """
+
+    def __init__(self, config: DecoderConfig, prefix: str = "") -> None:
+        self._config = config
+        self._hidden_size = config.hidden_size
+        self._prefix = prefix
+
+    def matmuls(self) -> Iterator[Matmul]:
+        """Return all matmuls but the embedding."""
+        if not self._config.tie_embeddings:
+            yield Matmul("head", {f"{self._prefix}lm_head": self._config.vocab_size}, self._hidden_size)
+        for layer, src, dst in self._layers():
+            yield from self.attention_matmuls(layer.attention, src, dst)
+            yield from self.mlp_matmuls(layer.mlp, src, dst)
+
+    def rules(self) -> list[Rule]:
+        """Return which parameter each checkpoint tensor fills."""
+        config = self._config
+        rules = [Rule(f"{self._prefix}model.norm.weight", "norm.weight")]
+        embedding, size = config.stored_as("embedding"), [config.vocab_size]
+        rules += matmul_rules(embedding, [self.embedding], "embedding", size, config.hidden_size, bias=False)
+        for matmul in self.matmuls():
+            sources, parts = list(matmul.parts), list(matmul.parts.values())
+            stored = config.stored_as(matmul.target)
+            rules += matmul_rules(stored, sources, matmul.target, parts, matmul.num_ins, matmul.bias)
+        for layer, src, dst in self._layers():
+            rules += self.layer_rules(layer, src, dst)
+        return rules
+
+    def ignored(self) -> frozenset[str]:
+        """Return the checkpoint tensors that are known and not loaded: rotary tables of old checkpoints, a head that
+        repeats the embedding, scales for inputs, and scales for KV. Those are one per tensor; 8-bit KV has finer ones,
+        which are computed while it is written."""
+        names = {f"{src}self_attn.rotary_emb.inv_freq" for _, src, _ in self._layers()}
+        names |= {f"{src}self_attn.{x}_scale" for _, src, _ in self._layers() for x in "qkv"}
+        if self._config.tie_embeddings:
+            names.add(f"{self._prefix}lm_head.weight")
+        for matmul in self.matmuls():
+            unused = self._config.stored_as(matmul.target).unused
+            names |= {f"{source}.{name}" for source in matmul.parts for name in unused}
+        return frozenset(names)
+
+    @property
+    def embedding(self) -> str:
+        return f"{self._prefix}model.embed_tokens"
+
+    def attention_matmuls(self, attention: Any, src: str, dst: str) -> Iterator[Matmul]:
+        assert isinstance(attention, AttentionConfig)
+        q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
         qkv = {f"{src}self_attn.{x}_proj": kv_size if x in "kv" else q_size for x in "qkv"}
-        yield _Matmul(f"{dst}attention.qkv", qkv, hidden_size, config.attention_bias)
-        yield _Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": hidden_size}, q_size, config.attention_bias)
-        if (moe := config.moe) is not None and i in moe.layers:
-            experts = [f"{src}mlp.experts.{j}." for j in range(moe.num_experts)]
-            gate_up = {f"{expert}{x}_proj": moe.intermediate_size for expert in experts for x in ("gate", "up")}
-            yield _Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
-            down = {f"{expert}down_proj": hidden_size for expert in experts}
-            yield _Matmul(f"{dst}mlp.down", down, moe.intermediate_size)
-        else:
-            gate_up = {f"{src}mlp.{x}_proj": mlp_size for x in ("gate", "up")}
-            yield _Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size, config.mlp_bias)
-            yield _Matmul(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, mlp_size, config.mlp_bias)
+        yield Matmul(f"{dst}attention.qkv", qkv, self._hidden_size, attention.bias)
+        yield Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": self._hidden_size}, q_size, attention.bias)
+
+    def mlp_matmuls(self, mlp: Any, src: str, dst: str) -> Iterator[Matmul]:
+        hidden_size, width = self._hidden_size, mlp.intermediate_size
+        if isinstance(mlp, MoeConfig):
+            experts = [f"{src}mlp.experts.{i}." for i in range(mlp.num_experts)]
+            gate_up = {f"{expert}{x}_proj": width for expert in experts for x in ("gate", "up")}
+            yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
+            yield Matmul(f"{dst}mlp.down", {f"{expert}down_proj": hidden_size for expert in experts}, width)
+            return
+        assert isinstance(mlp, MlpConfig)
+        gate_up = {f"{src}mlp.{x}_proj": width for x in ("gate", "up")}
+        yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size, mlp.bias)
+        yield Matmul(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, width, mlp.bias)
+
+    def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
+        """Return the rules of the parameters that are not in matmuls."""
+        yield Rule(f"{src}input_layernorm.weight", f"{dst}attention_norm.weight")
+        yield Rule(f"{src}post_attention_layernorm.weight", f"{dst}mlp_norm.weight")
+        if isinstance(layer.mlp, MoeConfig):
+            yield Rule(f"{src}mlp.gate.weight", f"{dst}mlp.router")
+        if isinstance(layer.attention, AttentionConfig) and layer.attention.qk_norm_eps is not None:
+            for x in "qk":
+                yield Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight")
+
+    def _layers(self) -> Iterator[tuple[LayerConfig, str, str]]:
+        for i, layer in enumerate(self._config.layers):
+            yield layer, f"{self._prefix}model.layers.{i}.", f"layers.{i}."
 
 
-def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Stored]:
-    """Return how weights are stored, for each matmul whose weights are not plain."""
+def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames) -> DecoderConfig:
+    """Return the configuration with the storage of each matmul whose weights are not plain. `names` are those of the
+    configuration."""
     quantisation = read_quantisation(hf)
-    found = {}
-    if (embedding := quantisation.stored_by_name("model.embed_tokens")) != PLAIN:
+    found: dict[str, Stored] = {}
+    if (embedding := quantisation.stored_by_name(names.embedding)) != PLAIN:
         found["embedding"] = embedding
-    for matmul in _matmuls(config):
+    for matmul in names.matmuls():
         stored = quantisation.of_parts(list(matmul.parts))
         if isinstance(stored, Int4 | Grouped) and matmul.num_ins % stored.group:
             raise ModelFilesError(
@@ -139,41 +233,4 @@ def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Store
             )
         if stored != PLAIN:
             found[matmul.target] = stored
-    return found
-
-
-def decoder_rules(config: DecoderConfig) -> list[Rule]:
-    """Return which parameter each checkpoint tensor fills."""
-    rules = [Rule("model.norm.weight", "norm.weight")]
-    embedding = config.stored_as("embedding")
-    rules += matmul_rules(
-        embedding, ["model.embed_tokens"], "embedding", [config.vocab_size], config.hidden_size, bias=False
-    )
-    for matmul in _matmuls(config):
-        sources, parts = list(matmul.parts), list(matmul.parts.values())
-        stored = config.stored_as(matmul.target)
-        rules += matmul_rules(stored, sources, matmul.target, parts, matmul.num_ins, matmul.bias)
-    for i in range(config.num_layers):
-        src, dst = f"model.layers.{i}.", f"layers.{i}."
-        rules += [
-            Rule(f"{src}input_layernorm.weight", f"{dst}attention_norm.weight"),
-            Rule(f"{src}post_attention_layernorm.weight", f"{dst}mlp_norm.weight"),
-        ]
-        if config.moe is not None and i in config.moe.layers:
-            rules.append(Rule(f"{src}mlp.gate.weight", f"{dst}mlp.router"))
-        if config.qk_norm:
-            rules += [Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight") for x in "qk"]
-    return rules
-
-
-def decoder_ignored(config: DecoderConfig) -> frozenset[str]:
-    """Return the checkpoint tensors that are known and not loaded: rotary tables of old checkpoints, a head that
-    repeats the embedding, scales for inputs, and scales for KV. Those are one per tensor; 8-bit KV has finer ones, which
-    are computed while it is written."""
-    names = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
-    if config.tie_embeddings:
-        names.add("lm_head.weight")
-    for matmul in _matmuls(config):
-        names |= {f"{source}.{name}" for source in matmul.parts for name in config.stored_as(matmul.target).unused}
-    names |= {f"model.layers.{i}.self_attn.{x}_scale" for i in range(config.num_layers) for x in "qkv"}
-    return frozenset(names)
+    return replace(config, stored=found)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ModelFilesError
-from stoker.layers.attention import Attention
 from stoker.layers.batch import GroupInputs
 from stoker.layers.embedding import Embedding
 from stoker.layers.features import FeatureProjection, FeatureSum, Tap
 from stoker.layers.linear import Linear, TiedLinear
-from stoker.layers.mlp import GatedMlp
 from stoker.layers.norm import RMSNorm
+from stoker.layers.packing import pack_layers
+from stoker.layers.quant import all_plain
 from stoker.layers.rope import Rope
 from stoker.models.draft import DraftTarget
 from stoker.models.eagle3_config import Eagle3Config
@@ -55,17 +55,9 @@ class Eagle3Head(nn.Module):
         self.embedding = Embedding(layer.vocab_size, hidden_size) if has_embedding else None
         self.embedding_norm = RMSNorm(hidden_size, eps)
         self.feature_norm = RMSNorm(hidden_size, eps)
-        self.attention = Attention(
-            hidden_size,
-            layer.num_heads,
-            layer.num_kv_heads,
-            layer.head_dim,
-            layer.attention_bias,
-            eps if layer.qk_norm else None,
-            in_features=2 * hidden_size,
-        )
+        self.attention = config.attention.build(hidden_size, all_plain, "attention", 2 * hidden_size)
         self.mlp_norm = RMSNorm(hidden_size, eps)
-        self.mlp = GatedMlp(hidden_size, layer.intermediate_size, layer.mlp_bias)
+        self.mlp = config.mlp.build(hidden_size, all_plain, "mlp")
         self.norm = RMSNorm(hidden_size, eps)
         self.head: Linear | TiedLinear | None = None
         if has_head:
@@ -75,7 +67,7 @@ class Eagle3Head(nn.Module):
         self.d2t: nn.Parameter | None = None
         if config.draft_vocab_size < layer.vocab_size:
             self.d2t = nn.Parameter(torch.empty(config.draft_vocab_size, dtype=torch.int64), requires_grad=False)
-        self.rope = Rope(layer.rope, layer.head_dim, num_positions, self.norm.weight.device)
+        self.rope = Rope(layer.rope, layer.rope_width, num_positions, self.norm.weight.device)
 
     def features(self) -> Eagle3Features:
         return Eagle3Features(self.fc.start(), self.config.taps)
@@ -126,10 +118,7 @@ class Eagle3Head(nn.Module):
         ModelFilesError for tokens that the target model does not have."""
         if self.d2t is not None:
             self.d2t.data = _target_ids(self.d2t.data, self.config.layer.vocab_size)
-        self.fc.pack()
-        for module in self.modules():
-            if isinstance(module, Embedding | Linear | TiedLinear):
-                module.pack()
+        pack_layers(self)
 
 
 def _target_ids(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -13,12 +13,14 @@ Version 3.1 adds `fc_norm` (SGLang's older name: `use_aux_norm`) and `norm_outpu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
-from stoker.layers.decoder import DecoderConfig
-from stoker.models.dense import read_config
+from stoker.layers.attention import AttentionConfig
+from stoker.layers.decoder import DecoderConfig, LayerConfig
+from stoker.layers.mlp import MlpConfig
+from stoker.models.dense import read_attention, read_config, read_mlp
 from stoker.models.family import ModelShape, field
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
@@ -31,7 +33,9 @@ _MAX_TAPS = 8
 class Eagle3Config:
     """An EAGLE-3 head for one target model."""
 
-    layer: DecoderConfig  # of the head's only layer; vocab_size is the target model's
+    layer: DecoderConfig  # with the head's only layer; vocab_size is the target model's
+    attention: AttentionConfig  # of that layer
+    mlp: MlpConfig
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]  # the layers of the target model whose input is a feature, ascending
@@ -45,7 +49,7 @@ def read_eagle3_config(hf: Mapping[str, Any], target: ModelShape) -> Eagle3Confi
     """Return the head that a config.json describes. Raises ModelFilesError if it does not fit to the target model."""
     is_speculators = _check_kind(hf)
     layer_fields = field(hf, "transformer_layer_config", dict) if is_speculators else hf
-    layer = _read_layer(layer_fields)
+    attention, mlp, layer = _read_layer(layer_fields)
     target_hidden_size = field(hf, "target_hidden_size", int, layer.hidden_size)
     _check_equal("target_hidden_size" if "target_hidden_size" in hf else "hidden_size", target_hidden_size,
                  target.hidden_size)  # fmt: skip
@@ -62,6 +66,8 @@ def read_eagle3_config(hf: Mapping[str, Any], target: ModelShape) -> Eagle3Confi
         raise ModelFilesError("config.json: norm_before_fc and fc_norm exclude each other, and both are set")
     return Eagle3Config(
         layer=layer,
+        attention=attention,
+        mlp=mlp,
         target_hidden_size=target_hidden_size,
         draft_vocab_size=draft_vocab_size,
         taps=_read_taps(hf, nested, target.num_layers),
@@ -97,8 +103,8 @@ def _check_kind(hf: Mapping[str, Any]) -> bool:
     return False
 
 
-def _read_layer(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the head's layer."""
+def _read_layer(hf: Mapping[str, Any]) -> tuple[AttentionConfig, MlpConfig, DecoderConfig]:
+    """Return the head's attention and MLP, and a decoder of that one layer."""
     kind = hf.get("model_type", "llama")
     if kind not in _LAYER_TYPES:
         raise ModelFilesError(f"config.json: model_type {kind!r} of a draft head is not supported; supported are: "
@@ -114,7 +120,8 @@ def _read_layer(hf: Mapping[str, Any]) -> DecoderConfig:
         raise ModelFilesError(f"config.json: logit_scale {scale} is not supported, only 1")
     # Every head has a norm after its layer and its own list of positions; read_config wants the fields of a whole model.
     whole = {"num_hidden_layers": 1, "max_position_embeddings": 2048, **_without_nulls(hf)}
-    return replace(read_config(whole, qk_norm=_LAYER_TYPES[kind], moe=None), stored={})
+    attention, mlp = read_attention(whole, qk_norm=_LAYER_TYPES[kind]), read_mlp(whole)
+    return attention, mlp, read_config(whole, lambda _: LayerConfig(attention, mlp))
 
 
 def _without_nulls(hf: Mapping[str, Any]) -> dict[str, Any]:

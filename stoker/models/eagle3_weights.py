@@ -46,8 +46,8 @@ class Eagle3Checkpoint:
                 f"{folder}: tensor 't2d' is {self._stored[names['t2d']].shape}, config.json requires "
                 f"({config.layer.vocab_size},)"
             )
-        self.kv_group = KvGroup(1, config.layer.num_kv_heads, config.layer.head_dim)
-        self.num_heads = config.layer.num_heads
+        self.kv_group = KvGroup(1, config.attention.num_kv_heads, config.attention.head_dim)
+        self.num_heads = config.attention.num_heads
 
     def build(self, target: DraftTarget, num_positions: int) -> Eagle3Head:
         """Build the head on torch's default device and in its default dtype, with empty parameters."""
@@ -115,12 +115,9 @@ def _check_no_shift(stored: TensorLocation) -> None:
 
 def _rules(head: Eagle3Head) -> list[Rule]:
     """Return which parameter each checkpoint tensor fills."""
-    layer = head.config.layer
-    q_size, kv_size, mlp_size = (
-        layer.num_heads * layer.head_dim,
-        layer.num_kv_heads * layer.head_dim,
-        layer.intermediate_size,
-    )
+    attention, mlp = head.config.attention, head.config.mlp
+    q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    mlp_size = mlp.intermediate_size
     rules = [
         Rule("fc.weight", "fc.weight"),
         Rule("norm.weight", "norm.weight"),
@@ -136,20 +133,20 @@ def _rules(head: Eagle3Head) -> list[Rule]:
     ]
     rules += [rule for is_there, rule in own if is_there]
     rules += [Rule(f"fc_norm.{i}.weight", f"fc.norms.{i}.weight") for i in range(len(head.fc.norms))]
-    for bias, kind in ((True, "weight"), (layer.attention_bias, "bias")):
+    for bias, kind in ((True, "weight"), (attention.bias, "bias")):
         if bias:
             first = 0
             for part, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
                 rules.append(Rule(f"layers.0.self_attn.{part}_proj.{kind}", f"attention.qkv.{kind}", first, size))
                 first += size
             rules.append(Rule(f"layers.0.self_attn.o_proj.{kind}", f"attention.out.{kind}"))
-    for bias, kind in ((True, "weight"), (layer.mlp_bias, "bias")):
+    for bias, kind in ((True, "weight"), (mlp.bias, "bias")):
         if bias:
             rules += [
                 Rule(f"layers.0.mlp.gate_proj.{kind}", f"mlp.gate_up.{kind}", 0, mlp_size),
                 Rule(f"layers.0.mlp.up_proj.{kind}", f"mlp.gate_up.{kind}", mlp_size, mlp_size),
                 Rule(f"layers.0.mlp.down_proj.{kind}", f"mlp.down.{kind}"),
             ]
-    if layer.qk_norm:
+    if attention.qk_norm_eps is not None:
         rules += [Rule(f"layers.0.self_attn.{x}_norm.weight", f"attention.{x}_norm.weight") for x in "qk"]
     return rules

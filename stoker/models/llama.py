@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, ClassVar
 
 from stoker.kv.blocks.layout import KvGroup
-from stoker.layers.decoder import Decoder
+from stoker.layers.decoder import Decoder, LayerConfig
 from stoker.layers.moe import MoeConfig
-from stoker.models.dense import decoder_ignored, decoder_rules, read_config
-from stoker.models.family import MODELS, Model, ModelShape
+from stoker.models.dense import WeightNames, model_shape, read_attention, read_config, read_mlp, with_stored
+from stoker.models.family import MODELS, Model
 
 
 @MODELS.register("LlamaForCausalLM")
@@ -32,26 +32,26 @@ class Llama:
     _qk_norm = False
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
-        config = read_config(hf, qk_norm=self._qk_norm, moe=self._read_moe(hf))
-        self._config = config
-        self.shape = ModelShape(
-            config.vocab_size,
-            config.hidden_size,
-            config.max_positions,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            config.num_heads,
-            config.active_weights,
-        )
-        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
-        self.rules = decoder_rules(config)
-        self.ignored = decoder_ignored(config)
+        attention, moe = read_attention(hf, qk_norm=self._qk_norm), self._read_moe(hf)
+        dense = LayerConfig(attention, read_mlp(hf))
+        sparse = [] if moe is None else self._sparse_layers(hf)
+        config = read_config(hf, lambda i: LayerConfig(attention, moe) if moe is not None and i in sparse else dense)
+        self._config = config = with_stored(hf, config, WeightNames(config))
+        self.shape = model_shape(config, attention)
+        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
+        names = WeightNames(config)
+        self.rules = names.rules()
+        self.ignored = names.ignored()
 
     @staticmethod
     def _read_moe(hf: Mapping[str, Any]) -> MoeConfig | None:
         """Return the expert configuration. Families with experts override this."""
         return None
+
+    @staticmethod
+    def _sparse_layers(hf: Mapping[str, Any]) -> Container[int]:
+        """Return the layers with experts; the others have a dense MLP."""
+        return ()
 
     def build(self, num_positions: int) -> Model:
         return Decoder(self._config, num_positions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
@@ -42,13 +42,16 @@ class Qwen3Moe(Qwen3):
         top_k = field(hf, "num_experts_per_tok", int)
         if not 0 < top_k <= num_experts:
             raise ModelFilesError(f"config.json: num_experts_per_tok is {top_k}, of {num_experts} experts")
-        every = field(hf, "decoder_sparse_step", int, 1)
-        dense = set(hf.get("mlp_only_layers") or [])
-        num_layers = field(hf, "num_hidden_layers", int)
         return MoeConfig(
             num_experts=num_experts,
             top_k=top_k,
             intermediate_size=field(hf, "moe_intermediate_size", int),
             renormalises=field(hf, "norm_topk_prob", bool, False),
-            layers=frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense),
         )
+
+    @staticmethod
+    def _sparse_layers(hf: Mapping[str, Any]) -> Container[int]:
+        every = field(hf, "decoder_sparse_step", int, 1)
+        dense = set(hf.get("mlp_only_layers") or [])
+        num_layers = field(hf, "num_hidden_layers", int)
+        return frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)

@@ -185,9 +185,9 @@ def _training_identity(settings: TrainSettings, vocab: DraftVocab, batch_tokens:
 
 def _needed_bytes(config: Eagle3Config, prompts: list[list[int]], settings: TrainSettings) -> int:
     """Return the disk space of the answers, two checkpoints of weights and moments, and the head."""
-    layer = config.layer
-    hidden, attention = layer.hidden_size, (3 * layer.num_heads + 4 * layer.num_kv_heads) * layer.head_dim
-    weights = hidden * (len(config.taps) * config.target_hidden_size + attention + 3 * layer.intermediate_size)
+    layer, heads = config.layer, config.attention
+    hidden, attention = layer.hidden_size, (3 * heads.num_heads + 4 * heads.num_kv_heads) * heads.head_dim
+    weights = hidden * (len(config.taps) * config.target_hidden_size + attention + 3 * config.mlp.intermediate_size)
     weights += hidden * config.draft_vocab_size
     answers = 4 * sum(len(prompt) + settings.answer_tokens for prompt in prompts)
     return answers + weights * (2 * 3 * 4 + 2) + 16 * layer.vocab_size

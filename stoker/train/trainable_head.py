@@ -51,9 +51,9 @@ class UnrolledAttention(nn.Module):
 
     def __init__(self, config: Eagle3Config, generator: torch.Generator) -> None:
         super().__init__()
-        layer = config.layer
-        self._shape = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        ins, q_size, kv_size = 2 * layer.hidden_size, *(n * layer.head_dim for n in self._shape[:2])
+        layer, heads = config.layer, config.attention
+        self._shape = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        ins, q_size, kv_size = 2 * layer.hidden_size, *(n * heads.head_dim for n in self._shape[:2])
         self.q_proj = _Projection(ins, q_size, generator)
         self.k_proj = _Projection(ins, kv_size, generator)
         self.v_proj = _Projection(ins, kv_size, generator)
@@ -110,7 +110,7 @@ class _Midlayer(nn.Module):
         self.hidden_norm = TrainableNorm(layer.hidden_size, layer.norm_eps)
         self.post_attention_layernorm = TrainableNorm(layer.hidden_size, layer.norm_eps)
         self.self_attn = UnrolledAttention(config, generator)
-        self.mlp = _Mlp(layer.hidden_size, layer.intermediate_size, generator)
+        self.mlp = _Mlp(layer.hidden_size, config.mlp.intermediate_size, generator)
 
     def forward(
         self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, memory: list[tuple[Tensor, Tensor]]
@@ -128,13 +128,14 @@ class TrainableHead(nn.Module):
         super().__init__()
         layer = config.layer
         variants = (config.norm_before_residual, config.norm_before_fc, config.fc_norm, config.norm_output)
-        assert not any((*variants, layer.qk_norm, layer.attention_bias, layer.mlp_bias)), config
+        attention = config.attention
+        assert not any((*variants, attention.qk_norm_eps, attention.bias, config.mlp.bias)), config
         self.config = config
         self.fc = _Projection(len(config.taps) * config.target_hidden_size, layer.hidden_size, generator)
         self.midlayer = _Midlayer(config, generator)
         self.norm = TrainableNorm(layer.hidden_size, layer.norm_eps)
         self.lm_head = _Projection(layer.hidden_size, config.draft_vocab_size, generator)
-        cos, sin = rope_tables(inverse_frequencies(layer.rope, layer.head_dim), num_positions, 1.0, torch.float32)
+        cos, sin = rope_tables(inverse_frequencies(layer.rope, layer.rope_width), num_positions, 1.0, torch.float32)
         dtype = torch.get_default_dtype()
         self.cos: Tensor
         self.sin: Tensor

@@ -16,7 +16,7 @@ from stoker.engine.build import build_engine
 from stoker.engine.llm import LLM
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_ref, interleave_gate_up
-from stoker.layers.decoder import DecoderLayer
+from stoker.layers.quant import all_plain
 from stoker.models.family import family_of
 from stoker.sched.request import SamplingParams
 
@@ -90,7 +90,8 @@ def test_an_invalid_mixture_is_refused_by_name(change: dict[str, Any], named: st
 def test_a_layer_that_no_gpu_kernel_serves_is_named_before_memory_is_allocated() -> None:
     changes = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5000}
     family = family_of({**SHAPE, **MOE, **changes}, "here")
+    experts = family._config.layers[1].mlp
     with torch.device("cuda:0"), pytest.raises(ModelFilesError, match=r"layers\.1\.mlp: num_experts is 5000.* 4096"):
-        DecoderLayer(family._config, 1)
+        experts.build(64, all_plain, "layers.1.mlp")
     with torch.device("meta"):
-        DecoderLayer(family._config, 1)
+        experts.build(64, all_plain, "layers.1.mlp")

@@ -102,7 +102,7 @@ def test_a_weight_is_held_once_and_counted_whole(
 ) -> None:
     """As on a GPU that has the kernels: the kernels use the parameters themselves, in place."""
     monkeypatch.setattr(quant, "_has_kernels", lambda x, dtype: True)
-    layer = MoeMlp(256, MoeConfig(3, 2, 128, True, frozenset()), stored, stored)
+    layer = MoeMlp(256, MoeConfig(3, 2, 128, True), stored, stored)
     loaded = next(layer.gate_up.parameters()).data_ptr()
     with torch.no_grad():
         for parameter in layer.parameters():

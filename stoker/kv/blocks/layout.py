@@ -12,23 +12,31 @@ from math import gcd, lcm
 
 # Bytes of the scale that each token and head has, by dtype. Other dtypes have no scales.
 _SCALE_BYTES = {"float8_e4m3fn": 2, "int8": 2}
-# Segments that each layer has, by the kind of its group. "full": K and V of every token.
-_SEGMENTS = {"full": 2}
+# Segments that each layer has, by the kind of its group: K and V, or one for both.
+_SEGMENTS = {"full": 2, "window": 2, "chunk": 2, "latent": 1}
 KINDS = tuple(_SEGMENTS)
+LOCAL_KINDS = ("window", "chunk")  # their layers see only the tokens nearby
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
     """Layers whose KV has one shape: `num_heads` heads of `width` values per token, on all ranks together.
 
-    `kind` says which tokens of a sequence the layers need, and what they hold of each. With "full", it is K and V of
-    all tokens.
+    `kind` says which tokens of a sequence the layers need, and what they hold of each. "full": K and V of all tokens.
+    "window": K and V of the last `extent` tokens, the token itself included. "chunk": K and V of the tokens in the same
+    chunk, which is position // extent. "latent": one segment for all tokens, MLA's compressed KV; it has one head, which
+    every rank holds.
     """
 
     num_layers: int
     num_heads: int
     width: int
     kind: str = "full"
+    extent: int = 0  # tokens of a window or a chunk, else 0
+
+    def __post_init__(self) -> None:
+        assert self.kind in _SEGMENTS, self.kind
+        assert (self.extent > 0) == (self.kind in LOCAL_KINDS), f"{self.kind} with extent {self.extent}"
 
     @property
     def num_segments(self) -> int:
@@ -149,7 +157,8 @@ class KvLayout:
         for group in self.groups:
             heads = num_heads * (group.num_heads // self.model_heads)
             sizes = (group.num_layers, group.num_segments, heads, self.block_tokens, group.width)
-            shapes.append(("" if group.kind == "full" else f"{group.kind}-") + "x".join(map(str, sizes)))
+            kind = "" if group.kind == "full" else f"{group.kind}{group.extent or ''}-"
+            shapes.append(kind + "x".join(map(str, sizes)))
         return f"kv1:{self.dtype}:{'+'.join(shapes)}"
 
 

@@ -30,6 +30,8 @@ class GroupKv:
     block_tokens: int
     pages_per_block: int  # the distance between the same page of two neighbouring blocks
     all_pages: Tensor  # [pages, values of a page], from the group's first page on
+    kind: str  # see KvGroup
+    extent: int
 
     def pages(self, layer: int) -> Tensor:
         """Return a view that starts at the first page of a layer, counted within the group. With the kind "full", page
@@ -140,6 +142,8 @@ def _group_kv(blocks: Tensor, place: GroupLayout, layout: KvLayout, dtype: torch
         block_tokens=layout.block_tokens,
         pages_per_block=layout.block_bytes // place.page_bytes,
         all_pages=pages[: len(pages) // values * values].view(-1, values),
+        kind=place.group.kind,
+        extent=place.group.extent,
     )
 
 

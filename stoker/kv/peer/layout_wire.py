@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.kv.blocks.layout import KINDS, KvGroup, KvLayout
+from stoker.kv.blocks.layout import KINDS, LOCAL_KINDS, KvGroup, KvLayout
 from stoker.kv.peer.peer_wire import BadFrame
 
 _MAX_SIZE = 1 << 32  # of any number in a layout
@@ -30,6 +30,7 @@ def describe_layout(layout: KvLayout) -> dict[str, Any]:
         }
     groups = [
         {"kind": group.kind, "num_layers": group.num_layers, "num_heads": group.num_heads, "width": group.width}
+        | ({"extent": group.extent} if group.extent else {})
         for group in layout.groups
     ]
     return {
@@ -73,7 +74,13 @@ def _groups(entries: Any) -> tuple[KvGroup, ...]:
         if entry.get("kind") not in KINDS:
             raise BadFrame(f"a layout with a group of the kind {entry.get('kind')!r}; known are: {', '.join(KINDS)}")
     return tuple(
-        KvGroup(_size(entry, "num_layers"), _size(entry, "num_heads"), _size(entry, "width"), entry["kind"])
+        KvGroup(
+            _size(entry, "num_layers"),
+            _size(entry, "num_heads"),
+            _size(entry, "width"),
+            entry["kind"],
+            _size(entry, "extent") if entry["kind"] in LOCAL_KINDS else 0,
+        )
         for entry in entries
     )
 
