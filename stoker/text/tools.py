@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.responses import ResponsesRequest
-from stoker.proto.openai.tools import Function, FunctionName, Tool, ToolChoice, ToolReference
+from stoker.proto.openai.tools import FlatTool, Function, FunctionName, Tool, ToolChoice, ToolReference
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
@@ -25,6 +26,17 @@ class ToolPlan:
     offered: list[dict[str, Any]] = field(default_factory=list)
     allowed: list[dict[str, Any]] = field(default_factory=list)
     parallel: bool = True
+    strict: frozenset[str] = frozenset()  # names of the tools whose calls must fit their schema, also if none is forced
+
+    @property
+    def holds_calls(self) -> bool:
+        """True if the model may call tools or not, and some calls must fit their schema."""
+        return self.mode == "auto" and any(tool["function"]["name"] in self.strict for tool in self.allowed)
+
+    @property
+    def held(self) -> list[dict[str, Any]]:
+        """The allowed tools. Those that are not strict take any object."""
+        return [tool if tool["function"]["name"] in self.strict else _loose(tool) for tool in self.allowed]
 
     @property
     def forced(self) -> bool:
@@ -39,11 +51,14 @@ class ToolPlan:
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
     """Return the tools of a chat request, or its `functions`, the older form of the same."""
     if request.functions is None and request.function_call is None:
-        return _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+        plan = _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+        functions = [tool.function for tool in request.tools or () if tool.function is not None]
+        return replace(plan, strict=_strict(functions))
     if request.tools:
         raise InvalidRequest("Give either 'tools' or 'functions', which is their older form.", param="functions")
-    functions = [_checked(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
-    return _plan(functions, _older_choice(request.function_call), False, max_tools, "function_call")
+    offered = [_checked(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
+    plan = _plan(offered, _older_choice(request.function_call), False, max_tools, "function_call")
+    return replace(plan, strict=_strict(request.functions or ()))
 
 
 def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
@@ -78,7 +93,16 @@ def responses_tools(request: ResponsesRequest, max_tools: int) -> ToolPlan:
             name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
         )
         functions.append(_checked(function, f"tools[{i}]"))
-    return _plan(functions, request.tool_choice, request.parallel_tool_calls, max_tools)
+    plan = _plan(functions, request.tool_choice, request.parallel_tool_calls, max_tools)
+    return replace(plan, strict=_strict(request.tools or ()))
+
+
+def _strict(tools: Iterable[Function | FlatTool]) -> frozenset[str]:
+    return frozenset(tool.name for tool in tools if tool.strict and tool.name is not None)
+
+
+def _loose(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool["function"]["name"]}}
 
 
 def _checked(function: Function, place: str) -> dict[str, Any]:
