@@ -1,4 +1,4 @@
-"""Strict tool calls under tool_choice "auto", with SmolLM2's vocabulary: text is free, calls fit, and the token limit may cut text."""
+"""Strict tool calls under tool_choice "auto", with SmolLM2's vocabulary: text is free, calls fit, text may be cut."""
 
 from __future__ import annotations
 
