@@ -19,6 +19,7 @@ class GrammarSpec:
 
     kind: GrammarKind
     text: str = ""
+    allows_text: bool = False  # the output may be free text, which may be cut anywhere by the token limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ The calls of an answer get their own names and types back (`CallableTool`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -49,6 +49,7 @@ def responses_tools(request: ResponsesRequest, max_tools: int) -> ResponseTools:
     """Return the tools of a Responses request, with those that items of its input add."""
     functions: list[dict[str, Any]] = []
     by_name: dict[str, CallableTool] = {}
+    strict: set[str] = set()
     for tool, namespace, place in _given(request):
         name = _required(tool.name, f"{place}.name")
         flat = flat_name(name, namespace)
@@ -58,10 +59,13 @@ def responses_tools(request: ResponsesRequest, max_tools: int) -> ResponseTools:
                 param=f"{place}.name",
             )
         functions.append(checked_function(_function(tool, flat, place), place))
+        if tool.type == "function" and tool.strict:
+            strict.add(flat)
         kind: Literal["function", "custom"] = "custom" if tool.type == "custom" else "function"
         by_name[flat] = CallableTool(kind, name, namespace, tool.format or None)
     choice = _flat_choice(request.tool_choice, by_name)
-    return ResponseTools(plan_tools(functions, choice, request.parallel_tool_calls, max_tools), by_name)
+    plan = plan_tools(functions, choice, request.parallel_tool_calls, max_tools)
+    return ResponseTools(replace(plan, strict=frozenset(strict)), by_name)
 
 
 def flat_name(name: str, namespace: str | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stoker.base.errors import InvalidRequest
@@ -24,6 +25,17 @@ class ToolPlan:
     offered: list[dict[str, Any]] = field(default_factory=list)
     allowed: list[dict[str, Any]] = field(default_factory=list)
     parallel: bool = True
+    strict: frozenset[str] = frozenset()  # names of the tools whose calls must fit their schema, also if none is forced
+
+    @property
+    def holds_calls(self) -> bool:
+        """True if the model may call tools or not, and some calls must fit their schema."""
+        return self.mode == "auto" and any(tool["function"]["name"] in self.strict for tool in self.allowed)
+
+    @property
+    def held(self) -> list[dict[str, Any]]:
+        """The allowed tools. Those that are not strict take any object."""
+        return [tool if tool["function"]["name"] in self.strict else _loose(tool) for tool in self.allowed]
 
     @property
     def forced(self) -> bool:
@@ -38,11 +50,14 @@ class ToolPlan:
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
     """Return the tools of a chat request, or its `functions`, the older form of the same."""
     if request.functions is None and request.function_call is None:
-        return plan_tools(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+        plan = plan_tools(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+        functions = [tool.function for tool in request.tools or () if tool.function is not None]
+        return replace(plan, strict=_strict(functions))
     if request.tools:
         raise InvalidRequest("Give either 'tools' or 'functions', which is their older form.", param="functions")
-    functions = [checked_function(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
-    return plan_tools(functions, _older_choice(request.function_call), False, max_tools, "function_call")
+    offered = [checked_function(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
+    plan = plan_tools(offered, _older_choice(request.function_call), False, max_tools, "function_call")
+    return replace(plan, strict=_strict(request.functions or ()))
 
 
 def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
@@ -63,6 +78,14 @@ def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
             raise InvalidRequest(f"Missing required parameter: 'tools[{i}].function'.", param=f"tools[{i}].function")
         functions.append(checked_function(tool.function, f"tools[{i}].function"))
     return functions
+
+
+def _strict(functions: Iterable[Function]) -> frozenset[str]:
+    return frozenset(function.name for function in functions if function.strict)
+
+
+def _loose(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool["function"]["name"]}}
 
 
 def checked_function(function: Function, place: str) -> dict[str, Any]:
