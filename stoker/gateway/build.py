@@ -26,7 +26,7 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
-from stoker.gateway.gauges import add_gauges
+from stoker.gateway.gauges import add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.path.app import Gateway, GatewayParts
@@ -48,6 +48,7 @@ from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
+from stoker.gateway.store.watched import WatchedStore
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
@@ -75,7 +76,7 @@ class GatewayServer:
     membership: Membership
     proxy: Proxy
     key_makers: PrefixKeyMakers
-    store: Store | None
+    store: WatchedStore | None
     meter: Meter | NoMeter
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
@@ -164,7 +165,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock)
-    status = partial(_status, config, location, state, admission, meter, clock, clock())
+    status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
     cors = CorsRules(config.listen.cors_origin)
@@ -188,6 +189,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
+            store_works=lambda: store is None or store.trouble is None,
             cors=cors,
             aliases=aliases,
             clock=clock,
@@ -205,6 +207,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
+    if store is not None:
+        add_store_gauges(metrics, store)
     return GatewayServer(
         config, server, state, fleet, membership, proxy, key_makers, store, meter, request_log, tracing, tls
     )
@@ -232,7 +236,7 @@ def _admission(
 
 def _status(
     config: GatewayConfig,
-    location: StoreLocation | None,
+    store: WatchedStore | None,
     state: GatewayState,
     admission: Admission,
     meter: Meter | NoMeter,
@@ -247,7 +251,8 @@ def _status(
         running_requests=state.num_running,
         waiting_requests=admission.num_waiting,
         policy=config.routing.policy,
-        store=None if location is None else location.name,
+        store=None if store is None else store.name,
+        store_trouble=None if store is None else store.trouble,
         ledger_pending_rows=meter.pending,
     )
 
