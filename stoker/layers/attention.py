@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from stoker.kernels.attention import paged_attention
@@ -23,6 +24,7 @@ class AttentionConfig:
     head_dim: int
     bias: bool = False
     qk_norm_eps: float | None = None  # of a norm on each head's q and k before the rotary embedding; None: no norm
+    sinks: bool = False  # a learned logit of each head takes part in the softmax
 
     def build(self, hidden_size: int, stored: StoredAs, name: str, in_features: int | None = None) -> Attention:
         """Build the attention of the layer `name`. `in_features` is the width of the input, by default `hidden_size`,
@@ -48,6 +50,7 @@ class Attention(nn.Module):
         self.qkv = Linear(in_features, parts, config.bias, stored(f"{name}.qkv"), out_blocks=blocks)
         self.out = Linear(num_heads * head_dim, hidden_size, config.bias, stored(f"{name}.out"), rotated_block=block)
         self._qk_norm_eps = eps = config.qk_norm_eps
+        self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if config.sinks else None
         if eps is not None:
             self.q_norm = RMSNorm(head_dim, eps)
             self.k_norm = RMSNorm(head_dim, eps)
@@ -77,5 +80,5 @@ class Attention(nn.Module):
         heads = qkv.view(len(qkv), -1, self.head_dim)
         pages, norms = where.kv.pages(layer), self.head_norms
         parts = rope_write(heads, cos, sin, positions, pages, where.slots, self.num_kv_heads, norms)
-        attended = paged_attention(*parts, pages, where.spans, self.head_dim**-0.5)
+        attended = paged_attention(*parts, pages, where.spans, self.head_dim**-0.5, self.sinks)
         return self.out.add_to(total, attended.view(len(total), -1))

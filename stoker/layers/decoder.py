@@ -177,6 +177,10 @@ class Decoder(nn.Module):
         angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
         return (2 * hidden_size + widest) * self.norm.weight.itemsize + angles
 
+    @property
+    def has_sinks(self) -> bool:
+        return any(isinstance(module, Attention) and module.sinks is not None for module in self.modules())
+
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Convert the weights to the layout of the kernels. `int8` is the kernel for weights that may be requantised to
         8 bits; None: they are dequantised. `exact`: a token's result must not depend on the other tokens of a step."""
