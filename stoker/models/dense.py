@@ -138,6 +138,9 @@ class WeightNames:
     model (`dst`), both with a dot at the end.
     """
 
+    shared_expert = "mlp.shared_experts"
+    correction = "mlp.gate.e_score_correction_bias"
+
     def __init__(self, config: DecoderConfig, prefix: str = "") -> None:
         self._config = config
         self._hidden_size = config.hidden_size
@@ -196,11 +199,16 @@ class WeightNames:
             gate_up = {f"{expert}{x}_proj": width for expert in experts for x in ("gate", "up")}
             yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
             yield Matmul(f"{dst}mlp.down", {f"{expert}down_proj": hidden_size for expert in experts}, width)
+            if mlp.shared is not None:
+                yield from self._gated_matmuls(mlp.shared, f"{src}{self.shared_expert}.", f"{dst}mlp.shared.")
             return
         assert isinstance(mlp, MlpConfig)
-        gate_up = {f"{src}mlp.{x}_proj": width for x in ("gate", "up")}
-        yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size, mlp.bias)
-        yield Matmul(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, width, mlp.bias)
+        yield from self._gated_matmuls(mlp, f"{src}mlp.", f"{dst}mlp.")
+
+    def _gated_matmuls(self, mlp: MlpConfig, src: str, dst: str) -> Iterator[Matmul]:
+        gate_up = {f"{src}{x}_proj": mlp.intermediate_size for x in ("gate", "up")}
+        yield Matmul(f"{dst}gate_up", gate_up, self._hidden_size, mlp.bias)
+        yield Matmul(f"{dst}down", {f"{src}down_proj": self._hidden_size}, mlp.intermediate_size, mlp.bias)
 
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         """Return the rules of the parameters that are not in matmuls."""
@@ -208,6 +216,8 @@ class WeightNames:
         yield Rule(f"{src}post_attention_layernorm.weight", f"{dst}mlp_norm.weight")
         if isinstance(layer.mlp, MoeConfig):
             yield Rule(f"{src}mlp.gate.weight", f"{dst}mlp.router")
+            if layer.mlp.routing.correction:
+                yield Rule(f"{src}{self.correction}", f"{dst}mlp.correction")
         if isinstance(layer.attention, AttentionConfig) and layer.attention.qk_norm_eps is not None:
             for x in "qk":
                 yield Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight")
