@@ -197,7 +197,7 @@ def _attend_span(
     if group.is_causal:
         mask = _mask(torch.ones(query.shape[2], key.shape[2]).triu_(1).bool(), query.dtype, query.device)
     by_head = zip(query, key, value, sinks.view(len(query), -1, 1, 1), strict=True)  # few scores at a time
-    return torch.stack([_attend_with_sinks(*parts, mask, scale, own) for *parts, own in by_head])
+    return torch.stack([_attend_with_sinks(q, k, v, mask, scale, own) for q, k, v, own in by_head])
 
 
 def paged_attention_ref(

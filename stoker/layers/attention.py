@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from stoker.kernels.attention import paged_attention
 from stoker.kernels.attention_grid import GridSpans
+from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.dispatch import is_power_of_2
 from stoker.kernels.rope_write import HeadNorms, rope_write
 from stoker.layers.batch import GroupInputs
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import StoredAs
+from stoker.layers.rope import half_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,14 @@ class AttentionConfig:
     head_dim: int
     bias: bool = False
     qk_norm_eps: float | None = None  # of a norm on each head's q and k before the rotary embedding; None: no norm
+    rotated: int | None = None  # values of a head that the rotary embedding turns, the first ones; None: all
+    interleaved: bool = False  # the two values of a rotated pair are neighbours in the checkpoint
     sinks: bool = False  # a learned logit of each head takes part in the softmax
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The order of the values in a head of q or k in which the kernels rotate them."""
+        return half_order(self.head_dim, self.rotated or self.head_dim, self.interleaved)
 
     def build(self, hidden_size: int, stored: StoredAs, name: str, in_features: int | None = None) -> Attention:
         """Build the attention of the layer `name`. `in_features` is the width of the input, by default `hidden_size`,
@@ -54,6 +63,19 @@ class Attention(nn.Module):
         if eps is not None:
             self.q_norm = RMSNorm(head_dim, eps)
             self.k_norm = RMSNorm(head_dim, eps)
+        self._order = config.order
+
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
+        """Bring q and k into the order in which the kernels rotate them. The layers inside are packed after this."""
+        order, width = self._order, self.head_dim
+        if order == tuple(range(width)):
+            return
+        num_turned = self.num_heads + self.num_kv_heads
+        turned = [head * width + value for head in range(num_turned) for value in order]
+        self.qkv.reorder(turned)
+        if self._qk_norm_eps is not None:
+            for norm in (self.q_norm, self.k_norm):
+                norm.weight.data = norm.weight.data[list(order)]
 
     @property
     def width(self) -> int:

@@ -65,7 +65,7 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
     norm_eps: float
     rope: RopeConfig
-    rope_width: int  # values of a head that the rotary embedding turns
+    rope_width: int  # values of a head that the rotary embedding is applied to
     max_positions: int
     tie_embeddings: bool
     # how weights that are not plain are stored, by the name of their matmul

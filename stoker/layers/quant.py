@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from stoker.base.errors import ModelFilesError
 from stoker.kernels.cpu_int8 import Int8Kernel as Int8Kernel
 from stoker.kernels.cpu_int8 import Int8Weight, rotate_outputs
 from stoker.kernels.dispatch import overlaps
@@ -284,6 +285,34 @@ class StoredWeight(nn.Module):
         for parameter, tensor in zip(parameters, chain(kept, repeat(torch.empty(0))), strict=False):
             parameter.data = tensor
         return weight
+
+    def reorder_rows(self, rows: Sequence[int]) -> None:
+        """Reorder the first outputs, before `ready`: output i becomes what `rows[i]` was. Scales that several outputs
+        share stay where they are. Raises ModelFilesError if an output would get another scale."""
+        index = torch.tensor(rows)
+        for name in self._names:
+            values = self.get_parameter(name).data
+            if values.is_meta:
+                continue
+            if len(values) == self.out_features:
+                moved = (
+                    values.view(torch.uint8) if values.itemsize == 1 else values
+                )  # torch cannot index every 8-bit dtype
+                moved[: len(rows)] = moved[index.to(values.device)]
+            elif not torch.equal((scale := self._scale_of_rows())[index], scale[: len(rows)]):
+                raise ModelFilesError(
+                    f"{name}: {len(values)} scales for {self.out_features} outputs, and the order in which heads are rotated "
+                    "moves outputs from one scale to another; use a checkpoint with one scale per output"
+                )
+
+    def _scale_of_rows(self) -> Tensor:
+        """Return the number of each output's scale, if outputs share scales."""
+        block = getattr(self._stored, "row_block", None)
+        found, first = [], 0
+        for part in self._parts:
+            found.append(first + torch.arange(part) // (block or part))
+            first += _blocks(part, block)
+        return torch.cat(found)
 
     def drop(self) -> None:
         """Drop the parameters; the kernels have their own copy."""
