@@ -3,6 +3,7 @@ interpreted.py."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton  # before any kernel, otherwise they are not defined
@@ -18,9 +19,19 @@ assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
 
 
+def matmul_in_order(a, b, dtype):
+    """Multiply matrices like a GPU's tensor cores: a result does not depend on its place in the tile. The BLAS library
+    that numpy calls adds up the last rows of a tile in another order than the first ones, on some CPUs."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for k in range(a.shape[-1]):
+        total += a[..., :, k, None].astype(dtype) * b[..., k, None, :].astype(dtype)
+    return total
+
+
 @pytest.fixture(autouse=True)
 def seed(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(np, "matmul", matmul_in_order)  # the interpreter's tl.dot
     # Small parts of the keys, so that short contexts have several.
     monkeypatch.setattr(exact_pieces, "_FIRST_KEYS", 32)
     exact_pieces.part_ends.cache_clear()
