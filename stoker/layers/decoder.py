@@ -107,6 +107,7 @@ class DecoderLayer(nn.Module):
         """The layer for 8-bit weights on a CPU. First used after `pack`."""
         attention, mlp = self.attention, self.mlp
         assert isinstance(attention, Attention)
+        assert attention.is_plain, "these heads have no 8-bit kernels on a CPU"
         assert isinstance(mlp, GatedMlp), "experts have no 8-bit kernels on a CPU"
 
         def matmul(linear: Linear) -> Int8Matmul:

@@ -31,6 +31,7 @@ class MoeConfig:
     bias: bool = False  # both matmuls of an expert have one
     clamp: Clamp | None = None  # limits gate and up; None: SiLU
     fused: bool = False  # the checkpoint has one tensor for all experts
+    alternates: bool = False  # the outputs and biases of gate and up alternate in these tensors
 
     def build(self, hidden_size: int, stored: StoredAs, name: str) -> MoeMlp:
         """Build the experts of the layer `name`. Raises ModelFilesError for sizes that no kernel of the device serves."""
@@ -86,6 +87,8 @@ class MoeMlp(nn.Module):
         bias, correction = (None if extra is None else extra.data for extra in (self.router_bias, self.correction))
         router = Router(self.router.data, self._config.routing, bias, correction)
         gate_bias, down_bias = (None if bias is None else bias.data for bias in (self.gate_up_bias, self.down_bias))
+        if gate_bias is not None and self._config.alternates:
+            gate_bias = gate_bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
         gate = Gate(self._config.clamp, gate_bias)
         self._experts = to_kernel_layout(router, gate_up, down, exact, gate, down_bias)
 
