@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.cpu_rows import exact_matmul
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe_choice import Router, choose_ref
 from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
+from stoker.kernels.moe_gate import SILU, Gate
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import GRANULE, down_prompt, fits, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
@@ -46,11 +46,14 @@ class Experts:
     down: Tensor | QuantWeight
     granule: int
     exact: bool = False
+    gate: Gate = SILU
+    down_bias: Tensor | None = None  # [experts, hidden]
 
 
 def to_kernel_layout(
-    router: Router, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False
-) -> Experts:
+    router: Router, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False, gate: Gate = SILU,
+    down_bias: Tensor | None = None,
+) -> Experts:  # fmt: skip
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
     expert all of gate, then all of up. They are consumed."""
     num_experts = len(router)
@@ -62,7 +65,7 @@ def to_kernel_layout(
             interleave_gate_up(gate_up, granule)
     if isinstance(down, Tensor):
         down = down.view(num_experts, -1, down.shape[1])
-    return Experts(router, gate_up, down, granule, exact)
+    return Experts(router, gate_up, down, granule, exact, gate, down_bias)
 
 
 def interleave_gate_up(gate_up: Tensor, granule: int) -> None:
@@ -97,7 +100,9 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
             pairs = order[first : first + count]
             both = matmul(normed[pairs // top_k], gate_up[expert])
             both = both.view(count, -1, 2, experts.granule).transpose(1, 2).reshape(count, -1)
-            outputs[pairs] = matmul(silu_mul_ref(both), down[expert])
+            outputs[pairs] = matmul(experts.gate.of_expert(both, expert), down[expert])
+            if experts.down_bias is not None:
+                outputs[pairs] += experts.down_bias[expert]
             first += count
     total = (outputs.view(len(x), top_k, -1) * weights[:, :, None]).sum(1)
     return x.add_(total)
@@ -107,7 +112,7 @@ def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     tile, router = exact_router_tile(len(x), x.element_size()) if experts.exact else None, experts.router
     logits, counts = router_logits(x, norm.weight, router.weight, tile)
     if len(x) <= MAX_TOKENS and not experts.exact:
-        return _down_few(x, _gate_up_few(x, norm, logits, experts), experts.down)
+        return _down_few(x, _gate_up_few(x, norm, logits, experts), experts)
     lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, router)
     return combine(x, _down(lists, _gate_up(lists, experts), experts), lists.weights)
 
@@ -115,30 +120,33 @@ def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
 def _gate_up_few(x: Tensor, norm: Norm, logits: Tensor, experts: Experts) -> Chosen:
     given, weight = (x, norm.weight, norm.eps, logits, experts.router), experts.gate_up
     if isinstance(weight, QuantWeight):
-        return quant_gate_up_few(*given, weight)
-    return gate_up_few(*given, weight, experts.granule)
+        return quant_gate_up_few(*given, weight, gate=experts.gate)
+    return gate_up_few(*given, weight, experts.granule, gate=experts.gate)
 
 
-def _down_few(x: Tensor, chosen: Chosen, down: Tensor | QuantWeight) -> Tensor:
-    return quant_down_few(x, chosen, down) if isinstance(down, QuantWeight) else down_few(x, chosen, down)
+def _down_few(x: Tensor, chosen: Chosen, experts: Experts) -> Tensor:
+    weight, bias = experts.down, experts.down_bias
+    if isinstance(weight, QuantWeight):
+        return quant_down_few(x, chosen, weight, bias=bias)
+    return down_few(x, chosen, weight, bias=bias)
 
 
 def _gate_up(lists: Lists, experts: Experts) -> Tensor:
     weight = experts.gate_up
     if isinstance(weight, QuantWeight):
-        return quant_gate_up(lists, weight)
+        return quant_gate_up(lists, weight, gate=experts.gate)
     if _has_large_tiles(lists, experts):
-        return gate_up_prompt(lists, weight, experts.granule)
-    return gate_up_lists(lists, weight, experts.granule)
+        return gate_up_prompt(lists, weight, experts.granule, gate=experts.gate)
+    return gate_up_lists(lists, weight, experts.granule, gate=experts.gate)
 
 
 def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
-    weight = experts.down
+    weight, bias = experts.down, experts.down_bias
     if isinstance(weight, QuantWeight):
-        return quant_down(lists, inner, weight)
+        return quant_down(lists, inner, weight, bias=bias)
     if _has_large_tiles(lists, experts):
-        return down_prompt(lists, inner, weight)
-    return down_lists(lists, inner, weight)
+        return down_prompt(lists, inner, weight, bias=bias)
+    return down_lists(lists, inner, weight, bias=bias)
 
 
 def _has_large_tiles(lists: Lists, experts: Experts) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_choice import Router, Routing, choice_keys, index_of, logits_of, row_scale, shares
+from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_tile_model import ExpertTile, few_tile
 
 MAX_TOKENS = 1  # lists are faster from two tokens on, measured with the shape of Qwen3-30B-A3B
@@ -94,12 +95,13 @@ def weighted(found, all_shares, scaling, RENORMALISES: tl.constexpr):
 
 @triton.jit
 def _gate_up(
-    x, norm, logits, bias, correction, weight, inner, chosen, weights, eps,
+    x, norm, logits, bias, correction, weight, gate_up_bias, inner, chosen, weights, eps,
     HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr,
     ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, GRANULE: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATE_BIAS: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     token, rank = pair // TOP_K, pair % TOP_K
@@ -138,8 +140,11 @@ def _gate_up(
     scale = tl.rsqrt(tl.sum(squares) / HIDDEN + eps)
     if ON_INPUT:
         scale *= share_of(mine, expert, scale, bias, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, RENORMALISES)
-    gated, upped = tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale
-    made = gated / (1 + tl.exp(-gated)) * upped
+    gate_sum, up_sum = tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale
+    if GATE_BIAS:
+        gate_bias, up_bias = gate_biases(gate_up_bias, expert, out, WIDTH)
+        gate_sum, up_sum = gate_sum + gate_bias, up_sum + up_bias
+    made = gated(gate_sum, up_sum, LIMIT, ALPHA)
     tl.store(inner + pair * WIDTH + out, made.to(inner.dtype.element_ty), mask=is_out)
     if tl.program_id(0) == 0:
         put_choice(
@@ -150,15 +155,16 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    x, inner, weight, chosen, weights, scaling,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, OVERLAP: tl.constexpr,
+    x, inner, weight, bias, chosen, weights, scaling,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    RENORMALISES: tl.constexpr, DOWN_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < HIDDEN
     column = tl.arange(0, BLOCK_IN)
     sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    biases = tl.zeros([BLOCK_OUT], tl.float32)
     all_shares = 0.0
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -167,6 +173,8 @@ def _down(
         expert = tl.load(chosen + pair).to(tl.int64)
         share = tl.load(weights + pair)
         all_shares += share
+        if DOWN_BIAS:
+            biases += share * tl.load(bias + expert * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32)
         taken_from = weight + expert * (HIDDEN * WIDTH) + out[:, None] * WIDTH + column[None, :]
         for start in tl.static_range(0, WIDTH, BLOCK_IN):
             is_in = start + column < WIDTH
@@ -177,14 +185,14 @@ def _down(
             sums += taken.to(tl.float32) * (given * share)[None, :]
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    found = weighted(tl.sum(sums, 1), all_shares, scaling, RENORMALISES)
+    found = weighted(tl.sum(sums, 1) + biases, all_shares, scaling, RENORMALISES)
     total = tl.load(x + token * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32) + found
     tl.store(x + token * HIDDEN + out, total.to(x.dtype.element_ty), mask=is_out)
 
 
 def gate_up_few(
     x: Tensor, norm: Tensor, eps: float, logits: Tensor, router: Router, gate_up: Tensor, granule: int,
-    tile: ExpertTile | None = None,
+    tile: ExpertTile | None = None, gate: Gate = SILU,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()
     assert gate_up.is_contiguous()
@@ -192,22 +200,26 @@ def gate_up_few(
     tile = tile or few_tile("plain", "gate_up", width, hidden)
     found, overlap = Chosen.empty(x, router.routing, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
-        x, norm, logits, *router.extras, gate_up, found.inner, found.experts, found.weights, eps,
+        x, norm, logits, *router.extras, gate_up, x if gate.bias is None else gate.bias, found.inner, found.experts,
+        found.weights, eps,
         HIDDEN=hidden, BLOCK_HIDDEN=next_power_of_2(hidden), WIDTH=width, PARTS=logits.shape[1], GRANULE=granule,
         BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, STAGES=tile.num_stages, OVERLAP=overlap, num_warps=tile.num_warps,
-        launch_pdl=overlap, **router.constants,
+        launch_pdl=overlap, **router.constants, **gate.constants,
     )  # fmt: skip
     return found
 
 
-def down_few(x: Tensor, found: Chosen, down: Tensor, tile: ExpertTile | None = None) -> Tensor:
-    """Return x + the weighted sum of the experts, in place."""
+def down_few(
+    x: Tensor, found: Chosen, down: Tensor, tile: ExpertTile | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return x + the weighted sum of the experts, in place. bias [experts, hidden]"""
     assert down.is_contiguous()
     (_num_experts, hidden, width), overlap, routing = down.shape, overlaps(x), found.routing
     tile = tile or few_tile("plain", "down", hidden, width)
     _down[(cdiv(hidden, tile.outs), len(x))](
-        x, found.inner, down, found.experts, found.weights, routing.scaling,
+        x, found.inner, down, x if bias is None else bias, found.experts, found.weights, routing.scaling,
         HIDDEN=hidden, WIDTH=width, TOP_K=routing.top_k, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
-        RENORMALISES=routing.renormalises, OVERLAP=overlap, num_warps=tile.num_warps, launch_pdl=overlap,
+        RENORMALISES=routing.renormalises, DOWN_BIAS=bias is not None, OVERLAP=overlap, num_warps=tile.num_warps,
+        launch_pdl=overlap,
     )  # fmt: skip
     return x

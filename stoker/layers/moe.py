@@ -11,6 +11,8 @@ from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
 from stoker.kernels.moe_choice import Router
 from stoker.kernels.moe_choice import Routing as Routing
+from stoker.kernels.moe_gate import Clamp as Clamp
+from stoker.kernels.moe_gate import Gate
 from stoker.kernels.moe_tile_model import check_experts
 from stoker.kernels.quant import QuantWeight
 from stoker.layers.mlp import GatedMlp, MlpConfig
@@ -26,6 +28,10 @@ class MoeConfig:
     intermediate_size: int
     routing: Routing
     shared: MlpConfig | None = None
+    bias: bool = False  # both matmuls of an expert have one
+    clamp: Clamp | None = None  # limits gate and up; None: SiLU
+    fused: bool = False  # the checkpoint has one tensor for all experts
+    alternates: bool = False  # the outputs and biases of gate and up alternate in these tensors
 
     def build(self, hidden_size: int, stored: StoredAs, name: str) -> MoeMlp:
         """Build the experts of the layer `name`. Raises ModelFilesError for sizes that no kernel of the device serves."""
@@ -64,8 +70,13 @@ class MoeMlp(nn.Module):
         self.router = parameter(num_experts, hidden_size)
         self.router_bias = parameter(num_experts) if routing.bias else None
         self.correction = parameter(num_experts, dtype=wide) if routing.correction else None
-        self.gate_up = StoredWeight(hidden_size, (width, width) * num_experts, gate_up)
-        self.down = StoredWeight(width, (hidden_size,) * num_experts, down)
+        gate_up_parts, down_parts = (width, width) * num_experts, (hidden_size,) * num_experts
+        if config.fused:
+            gate_up_parts, down_parts = (sum(gate_up_parts),), (sum(down_parts),)
+        self.gate_up = StoredWeight(hidden_size, gate_up_parts, gate_up)
+        self.down = StoredWeight(width, down_parts, down)
+        self.gate_up_bias = parameter(num_experts, 2 * width) if config.bias else None
+        self.down_bias = parameter(num_experts, hidden_size) if config.bias else None
         self.shared = shared
         self._experts: Experts | None = None
 
@@ -75,7 +86,11 @@ class MoeMlp(nn.Module):
         assert not isinstance(down, Int8Weight), "experts have no 8-bit kernels on a CPU"
         bias, correction = (None if extra is None else extra.data for extra in (self.router_bias, self.correction))
         router = Router(self.router.data, self._config.routing, bias, correction)
-        self._experts = to_kernel_layout(router, gate_up, down, exact)
+        gate_bias, down_bias = (None if bias is None else bias.data for bias in (self.gate_up_bias, self.down_bias))
+        if gate_bias is not None and self._config.alternates:
+            gate_bias = gate_bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        gate = Gate(self._config.clamp, gate_bias)
+        self._experts = to_kernel_layout(router, gate_up, down, exact, gate, down_bias)
 
     @property
     def width(self) -> int:

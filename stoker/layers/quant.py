@@ -150,7 +150,7 @@ class Fp8:
             )
             row_block = 1
         weight = fp8_weight(codes, scale, row_block, self.col_block or num_ins, self.quantises_inputs)
-        return weight if _has_kernels(codes, dtype) else dequantise(weight, dtype)
+        return weight if has_kernels(codes, dtype) else dequantise(weight, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Int4:
         int8: Int8Packing | None,
     ) -> Ready:
         words, scale = tensors["weight_packed"], tensors["weight_scale"]
-        if _has_kernels(words, dtype):
+        if has_kernels(words, dtype):
             return int4_weight(words, scale)
         return unpack_int4(words, scale, dtype)
 
@@ -331,5 +331,6 @@ def _blocks(size: int, block: int | None) -> int:
     return 1 if block is None else -(-size // block)
 
 
-def _has_kernels(x: Tensor, dtype: torch.dtype) -> bool:
+def has_kernels(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if the device of x has kernels for quantised weights of a model with this dtype."""
     return overlaps(x) and dtype == torch.bfloat16

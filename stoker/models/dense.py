@@ -189,6 +189,10 @@ class WeightNames:
     model (`dst`), both with a dot at the end.
     """
 
+    mlp = "mlp"
+    experts = "mlp.experts"
+    gate_proj, up_proj, down_proj = "gate_proj", "up_proj", "down_proj"  # of one expert
+    router = "mlp.gate.weight"
     shared_expert = "mlp.shared_experts"
     correction = "mlp.gate.e_score_correction_bias"
 
@@ -241,20 +245,22 @@ class WeightNames:
         q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
         qkv = {f"{src}self_attn.{x}_proj": kv_size if x in "kv" else q_size for x in "qkv"}
         yield Matmul(f"{dst}attention.qkv", qkv, self._hidden_size, attention.bias)
-        yield Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": self._hidden_size}, q_size, attention.bias)
+        has_bias = attention.bias if attention.out_bias is None else attention.out_bias
+        yield Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": self._hidden_size}, q_size, has_bias)
 
     def mlp_matmuls(self, mlp: Any, src: str, dst: str) -> Iterator[Matmul]:
         hidden_size, width = self._hidden_size, mlp.intermediate_size
         if isinstance(mlp, MoeConfig):
-            experts = [f"{src}mlp.experts.{i}." for i in range(mlp.num_experts)]
-            gate_up = {f"{expert}{x}_proj": width for expert in experts for x in ("gate", "up")}
-            yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
-            yield Matmul(f"{dst}mlp.down", {f"{expert}down_proj": hidden_size for expert in experts}, width)
+            if not mlp.fused:
+                experts = [f"{src}{self.experts}.{i}." for i in range(mlp.num_experts)]
+                gate_up = {f"{expert}{x}": width for expert in experts for x in (self.gate_proj, self.up_proj)}
+                yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
+                yield Matmul(f"{dst}mlp.down", {f"{expert}{self.down_proj}": hidden_size for expert in experts}, width)
             if mlp.shared is not None:
                 yield from self._gated_matmuls(mlp.shared, f"{src}{self.shared_expert}.", f"{dst}mlp.shared.")
             return
         assert isinstance(mlp, MlpConfig)
-        yield from self._gated_matmuls(mlp, f"{src}mlp.", f"{dst}mlp.")
+        yield from self._gated_matmuls(mlp, f"{src}{self.mlp}.", f"{dst}mlp.")
 
     def _gated_matmuls(self, mlp: MlpConfig, src: str, dst: str) -> Iterator[Matmul]:
         gate_up = {f"{src}{x}_proj": mlp.intermediate_size for x in ("gate", "up")}
@@ -266,10 +272,10 @@ class WeightNames:
         yield Rule(f"{src}input_layernorm.weight", f"{dst}attention_norm.weight")
         yield Rule(f"{src}post_attention_layernorm.weight", f"{dst}mlp_norm.weight")
         if isinstance(layer.mlp, MoeConfig):
-            yield Rule(f"{src}mlp.gate.weight", f"{dst}mlp.router")
+            yield Rule(f"{src}{self.router}", f"{dst}mlp.router")
             if layer.mlp.routing.correction:
                 yield Rule(f"{src}{self.correction}", f"{dst}mlp.correction")
-        if isinstance(layer.attention, AttentionConfig) and layer.attention.qk_norm_eps is not None:
+        if isinstance(layer.attention, AttentionConfig) and layer.attention.has_norm_weights:
             for x in "qk":
                 yield Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight")
 

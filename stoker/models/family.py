@@ -72,6 +72,10 @@ class Model(Protocol):
     def bytes_per_token(self) -> int:
         """Upper bound of a forward pass's memory per token, beside weights and KV."""
 
+    @property
+    def has_sinks(self) -> bool:
+        """True if the attention of some layer has sinks (kernels/attention.py)."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def buffers(self) -> Iterator[Tensor]: ...

@@ -12,6 +12,7 @@ from kernels.moe_cases import Shape
 
 from stoker.kernels import exact_pieces
 from stoker.kernels.exact_tiles import ExactTiles
+from stoker.kernels.reach import Reach
 from stoker.kernels.tile_model import SkinnyTile
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
@@ -52,6 +53,21 @@ def test_verified_attention_of_other_types(dtype, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 def test_chunks_of_prompts(kv_dtype):
     exact_cases.chunked_attention(3, 1, 16, CPU, torch.float32, kv_dtype)
+
+
+REACHES = [Reach(window=1), Reach(chunk=7), Reach(window=40), Reach(chunk=32)]
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_local_attention(reach):
+    exact_cases.verified_attention(3, 1, 16, CPU, torch.float16, None, (75, 45), False, reach, True)
+    exact_cases.chunked_attention(3, 1, 16, CPU, torch.float16, None, reach, True)
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_drafts_in_local_attention_without_exact(reach, kv_dtype):
+    exact_cases.fast_verified_attention(6, 2, 16, CPU, torch.float32, kv_dtype, reach, True)
 
 
 def test_drafts_without_exact():

@@ -21,6 +21,7 @@ from stoker.kernels.moe import (
 )
 from stoker.kernels.moe_choice import Router, Routing, Scoring, choose_ref
 from stoker.kernels.moe_few import down_few, gate_up_few
+from stoker.kernels.moe_gate import SILU, Clamp, Gate
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up, takes_codes
@@ -53,6 +54,8 @@ class Shape:
     bias: bool = False
     correction: bool = False
     on_input: bool = False
+    expert_bias: bool = False
+    clamp: Clamp | None = None
 
     @property
     def routing(self) -> Routing:
@@ -66,6 +69,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "one group": {"scoring": "sigmoid", "scaling": 2.827, "correction": True},
     "uncorrected": {"scoring": "sigmoid", "groups": (4, 3), "renormalises": False},
     "bias": {"bias": True},
+    "gpt-oss": {"bias": True, "expert_bias": True, "clamp": Clamp(0.8, 1.702)},
     "input": {"top_k": 1, "scoring": "sigmoid", "renormalises": False, "on_input": True},
 }
 
@@ -93,7 +97,14 @@ class Case:
         return Case(
             self.x.double(),
             Norm(norm.weight.double(), norm.eps),
-            replace(experts, router=router, gate_up=gate_up.double(), down=down.double()),
+            replace(
+                experts,
+                router=router,
+                gate_up=gate_up.double(),
+                down=down.double(),
+                gate=Gate(experts.gate.clamp, None if experts.gate.bias is None else experts.gate.bias.double()),
+                down_bias=None if experts.down_bias is None else experts.down_bias.double(),
+            ),
         )
 
     def expected(self) -> Tensor:
@@ -125,7 +136,10 @@ def make(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype
     x = torch.cat(kept)[:num_tokens].contiguous()
     gate_up = random(experts, 2 * width, hidden, scale=hidden**-0.5)
     down = random(experts, hidden, width, scale=4 * width**-0.5)
-    return Case(x, norm, Experts(router, gate_up, down, shape.granule))
+    gate, down_bias = SILU, None
+    if shape.expert_bias:
+        gate, down_bias = Gate(shape.clamp, random(experts, 2 * width)), random(experts, hidden)
+    return Case(x, norm, Experts(router, gate_up, down, shape.granule, gate=gate, down_bias=down_bias))
 
 
 def routing(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
@@ -155,8 +169,9 @@ def few(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype)
     experts = case.experts
     logits, _counts = router_logits(case.x, case.norm.weight, experts.router.weight)
     x, norm = case.x.clone(), case.norm
-    found = gate_up_few(x, norm.weight, norm.eps, logits, experts.router, experts.gate_up, experts.granule)
-    close(down_few(x, found, experts.down), case.expected())
+    given = (x, norm.weight, norm.eps, logits, experts.router, experts.gate_up, experts.granule)
+    found = gate_up_few(*given, gate=experts.gate)
+    close(down_few(x, found, experts.down, bias=experts.down_bias), case.expected())
 
 
 def listed(case: Case) -> Lists:
@@ -168,8 +183,8 @@ def listed(case: Case) -> Lists:
 def many(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
-    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule)
-    made = down_lists(lists, inner, case.experts.down)
+    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule, gate=case.experts.gate)
+    made = down_lists(lists, inner, case.experts.down, bias=case.experts.down_bias)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 
@@ -183,8 +198,8 @@ def prompt(
 ) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
-    inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up)
-    made = down_prompt(lists, inner, case.experts.down, down)
+    inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up, case.experts.gate)
+    made = down_prompt(lists, inner, case.experts.down, down, case.experts.down_bias)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 
@@ -194,7 +209,7 @@ def whole(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtyp
     router, gate_up, down = case.experts.router, case.experts.gate_up, case.experts.down
     stacked = (gate_up.clone().view(-1, shape.hidden), down.clone().view(-1, shape.width))
     plain = replace(case, experts=replace(case.experts, granule=shape.width))
-    packed = to_kernel_layout(router, *stacked)
+    packed = to_kernel_layout(router, *stacked, gate=case.experts.gate, down_bias=case.experts.down_bias)
     close(add_experts_triton(case.x.clone(), case.norm, packed), plain.expected())
 
 
@@ -225,14 +240,16 @@ def few_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device
     case = make_quantised(num_tokens, shape, form, device, dtype)
     x, norm, experts = case.x.clone(), case.norm, case.experts
     logits, _counts = router_logits(x, norm.weight, experts.router.weight)
-    found = quant_gate_up_few(x, norm.weight, norm.eps, logits, experts.router, experts.gate_up)
-    close(quant_down_few(x, found, experts.down), case.expected())
+    given = (x, norm.weight, norm.eps, logits, experts.router, experts.gate_up)
+    found = quant_gate_up_few(*given, gate=experts.gate)
+    close(quant_down_few(x, found, experts.down, bias=experts.down_bias), case.expected())
 
 
 def many_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
     case = make_quantised(num_tokens, shape, form, device, dtype)
     lists = listed(case)
-    made = quant_down(lists, quant_gate_up(lists, case.experts.gate_up), case.experts.down)
+    inner = quant_gate_up(lists, case.experts.gate_up, gate=case.experts.gate)
+    made = quant_down(lists, inner, case.experts.down, bias=case.experts.down_bias)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 

@@ -45,7 +45,7 @@ def test_many_tokens(num_tokens, shape):
     moe_cases.many(num_tokens, shape, CPU, torch.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, moe_cases.routed(SHAPES[0], "gpt-oss")], ids=str)
 def test_prompts(shape):
     tile = PairTile(rows=32, outs=16, ins=32, num_warps=4, num_stages=2)
     moe_cases.prompt(60, shape, CPU, torch.float32, tile, tile)
@@ -62,6 +62,7 @@ def test_routings(routing):
 @pytest.mark.parametrize("num_tokens", [1, 2, 30])
 def test_a_whole_layer(num_tokens):
     moe_cases.whole(num_tokens, Shape(72, 40, 7, 1), CPU, torch.float32)
+    moe_cases.whole(num_tokens, moe_cases.routed(Shape(72, 40, 7, 4), "gpt-oss"), CPU, torch.float32)
 
 
 @triton.jit

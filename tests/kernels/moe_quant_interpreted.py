@@ -35,7 +35,10 @@ def test_many_tokens(shape, form):
 
 @pytest.mark.parametrize("routing", moe_cases.ROUTINGS)
 def test_routings(routing):
-    moe_cases.few_quantised(1, moe_cases.routed(Shape(64, 64, 12, 5), routing), "fp8 blocks", CPU, torch.float32)
+    shape = moe_cases.routed(Shape(64, 64, 12, 5), routing)
+    moe_cases.few_quantised(1, shape, "fp8 blocks", CPU, torch.float32)
+    if shape.expert_bias:
+        moe_cases.many_quantised(9, shape, "fp8 channels", CPU, torch.float32)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])
