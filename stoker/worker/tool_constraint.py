@@ -32,9 +32,9 @@ def answer_constraint(
     """
     parser, parallel = text.tool_parser, tools.parallel
     if tools.forced:
-        return Constraint(grammar.structural_tag(parser.calls(tools.allowed, parallel=parallel)), "tools")
+        return Constraint(grammar.structural_tag(parser.calls(tools.callable, parallel=parallel)), "tools")
     if wanted is not None and tools.mode == "auto":
-        calls = parser.calls(tools.allowed, parallel=parallel)
+        calls = parser.calls(tools.callable, parallel=parallel)
         either = grammar.either(calls, grammar.format_of(wanted.grammar))
         return Constraint(grammar.structural_tag(either), wanted.param)
     if wanted is None and tools.holds_calls:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.sched.request import GrammarSpec
+from stoker.sched.request import GrammarSpec, InputGrammar, TextGrammar
 
 Format = dict[str, Any]
 
@@ -23,14 +23,24 @@ SPACE = r"[ \t\r\n]*"
 NO_OBJECT = (
     r"[ \t\r\n]*([^ \t\r\n{<]|<[^|<])"  # the start of a text that begins neither with an object nor with a mark `<|`
 )
-OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT)
+STRING = r'([^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*'  # the content of a JSON string
+OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING)
+_INPUT_OPENING = '{"input": "'
 
 
 def functions(tools: Sequence[dict[str, Any]]) -> list[tuple[str, Format]]:
-    """Return the name of each tool and the format of its arguments: its schema, or any object."""
-    return [
-        (tool["function"]["name"], schema(tool["function"].get("parameters") or {"type": "object"})) for tool in tools
-    ]
+    """Return the name of each tool and the format of its arguments: its schema, any object, or the input of a custom tool.
+
+    A custom tool has its grammar beside the function, as `input_grammar`.
+    """
+    return [(tool["function"]["name"], _arguments(tool)) for tool in tools]
+
+
+def _arguments(tool: dict[str, Any]) -> Format:
+    if (given := tool.get("input_grammar")) is None:
+        return schema(tool["function"].get("parameters") or {"type": "object"})
+    text = regex(STRING) | {"input_grammar": given}
+    return sequence(const(_INPUT_OPENING), text, const('"}'))
 
 
 def schema(json_schema: dict[str, Any] | bool) -> Format:
@@ -104,8 +114,23 @@ def text_then(mark: str, content: Format) -> Format:
 
 
 def structural_tag(content: Format, *, allows_text: bool = False) -> GrammarSpec:
-    spec = {"type": "structural_tag", "format": content}
-    return GrammarSpec("structural_tag", json.dumps(spec, ensure_ascii=False), allows_text=allows_text)
+    inputs: dict[InputGrammar, None] = {}
+    spec = {"type": "structural_tag", "format": _without_inputs(content, "", inputs)}
+    text = json.dumps(spec, ensure_ascii=False)
+    return GrammarSpec("structural_tag", text, allows_text=allows_text, inputs=tuple(inputs))
+
+
+def _without_inputs(node: Any, begin: str, inputs: dict[InputGrammar, None]) -> Any:
+    """Return the format without the grammars of custom inputs, which go to `inputs`. `begin`: of the innermost tag."""
+    if isinstance(node, list):
+        return [_without_inputs(part, begin, inputs) for part in node]
+    if not isinstance(node, dict) or node.get("type") == "json_schema":
+        return node
+    begin = node["begin"] if node.get("type") == "tag" else begin
+    given = node.get("input_grammar")
+    if isinstance(given, TextGrammar):
+        inputs[InputGrammar(begin, _INPUT_OPENING, given)] = None
+    return {name: _without_inputs(part, begin, inputs) for name, part in node.items() if name != "input_grammar"}
 
 
 def format_of(spec: GrammarSpec) -> Format:
