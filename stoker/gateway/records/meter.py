@@ -47,7 +47,7 @@ _CLOSE_TRIES = 3
 
 TABLES = Tables(
     "usage",
-    1,
+    2,
     (
         """CREATE TABLE IF NOT EXISTS prices (
             id INTEGER PRIMARY KEY,
@@ -62,12 +62,13 @@ TABLES = Tables(
             prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
             ttft_ms REAL, e2e_ms REAL NOT NULL, resumed INTEGER NOT NULL,
             x_request_id TEXT NOT NULL,
-            price_id INTEGER NOT NULL REFERENCES prices (id)
+            price_id INTEGER NOT NULL REFERENCES prices (id),
+            misses TEXT NOT NULL DEFAULT ''
         ) WITHOUT ROWID""",
         "CREATE INDEX IF NOT EXISTS usage_by_time ON usage (time_s)",
     ),
 )
-_NUM_COLUMNS = 17
+_NUM_COLUMNS = 18
 _MAX_ROWS_PER_STATEMENT = 256
 
 _Batch = Sequence[tuple[int, UsageRow]]  # slots with their rows
@@ -284,4 +285,5 @@ def _values(row: UsageRow, price_id: int) -> tuple[Any, ...]:
         row.resumed,
         row.x_request_id[:_MAX_TEXT],
         price_id,
+        row.misses,
     )
