@@ -80,8 +80,12 @@ TABLE = {
         "msgspec opentelemetry prometheus_client",
         light=True,
     ),
+    "gateway.doctor": Allowed(
+        f"{GATEWAY_BASE} gateway.prefix gateway.records.prices routing fleet proto", "", light=True
+    ),
     "gateway.path": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.records routing fleet proto kv.blocks",
+        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.records gateway.doctor routing fleet proto"
+        " kv.blocks",
         "msgspec",
         light=True,
     ),

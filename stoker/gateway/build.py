@@ -21,11 +21,14 @@ from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
+from stoker.fleet.lost_blocks import LostBlocks
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
+from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.gauges import add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
@@ -39,6 +42,7 @@ from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
+from stoker.gateway.prefix.stable_json import StableJson
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
@@ -134,7 +138,10 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
     fleet = Fleet(FleetSettings(health=config.health))
-    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks)
+    losses = LostBlocks(clock)
+    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks, losses)
+    doctor = CacheDoctor(losses, StableJson(config.proxy.volatile_line))
+    misses = MissTotals(PriceList(config.price), config.meter.currency, time.time())
     router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state, key_makers = (
         GatewayMetrics(),
@@ -154,7 +161,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         on_lost=upstreams.cut,
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, hints)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
@@ -166,7 +173,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, clock, status)
+    view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
@@ -187,6 +194,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
+            doctor=doctor,
+            misses=misses,
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             store_works=lambda: store is None or store.trouble is None,

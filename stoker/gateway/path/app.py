@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -29,8 +29,11 @@ from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
+from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.billing import billed_usage
+from stoker.gateway.path.cache_report import miss_parts
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
@@ -90,6 +93,14 @@ class UsageLedger(Protocol):
         """Put the final row in place of the one written ahead."""
 
 
+class MissRecorder(Protocol):
+    """Counts why prompts were computed."""
+
+    def add(
+        self, key_id: str, tenant: str, model: str, prompt_tokens: int, cached_tokens: int, parts: Sequence[MissPart]
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
     """The components that a gateway is built from. `build.py` creates them."""
@@ -110,6 +121,8 @@ class GatewayParts:
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
+    doctor: CacheDoctor
+    misses: MissRecorder
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     store_works: Callable[[], bool] = lambda: True
@@ -262,7 +275,7 @@ class Gateway:
 
     def _record(self, exchange: Exchange) -> None:
         parts = self._parts
-        row = exchange.row(parts.clock())
+        row = exchange.row(parts.clock(), self._misses(exchange))
         if exchange.running is not None:
             parts.meter.settle(exchange.running, row)
         exchange.trace.end(row.status, row.error)
@@ -270,6 +283,16 @@ class Gateway:
         parts.request_log.record(row)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
+
+    def _misses(self, exchange: Exchange) -> str:
+        """Explain and count the uncached tokens of a request. Return the explanation for its row."""
+        call, caller = exchange.call, exchange.caller
+        if call is None or call.usage is None or not call.usage.prompt_tokens:
+            return ""
+        prompt, cached = call.usage.prompt_tokens, call.usage.cached_tokens
+        found = miss_parts(self._parts.doctor, call, prompt, cached, call.usage.completion_tokens)
+        self._parts.misses.add(caller.key_id, caller.tenant, exchange.model, prompt, cached, found)
+        return as_text(found)
 
     # ---- all other paths
 
