@@ -29,7 +29,7 @@ from stoker.models.family import MODELS, Model, field
 
 _ALL_FEATURES = {
     "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 3,
     "n_shared_experts": 2,
     "moe_intermediate_size": 40,
     "first_k_dense_replace": 1,
