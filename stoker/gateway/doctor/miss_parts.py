@@ -56,7 +56,7 @@ class Cut(NamedTuple):
 
 
 def split(cuts: Iterable[Cut], cached_tokens: int, prompt_tokens: int) -> tuple[MissPart, ...]:
-    """Return the parts of the tokens from `cached_tokens` to `prompt_tokens`. They add up to all of them, and each reason occurs once."""
+    """Return the parts of the tokens from `cached_tokens` to `prompt_tokens`. Each reason occurs once, and all add up."""
     at, tokens = cached_tokens, dict[tuple[str, str], int]()
     for end, reason, place in cuts:
         stop = int(min(end, prompt_tokens))
