@@ -21,7 +21,8 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     running_requests: int = 0
     waiting_requests: int = 0
     policy: str = ""
-    ledger: str | None = None  # the file of the usage ledger
+    store: str | None = None  # the file or URL of the store
+    store_trouble: str | None = None  # why the store does not work, if it does not
     ledger_pending_rows: int = 0
 
 

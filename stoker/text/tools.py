@@ -1,15 +1,16 @@
-"""Check the tools of a request and its tool choice, for the chat and the Responses API."""
+"""Check the tools of a chat request and its tool choice. `response_tools.py` does it for the Responses API."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import ChatRequest
-from stoker.proto.openai.responses import ResponsesRequest
 from stoker.proto.openai.tools import Function, FunctionName, Tool, ToolChoice, ToolReference
+from stoker.sched.request import TextGrammar
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
@@ -25,6 +26,27 @@ class ToolPlan:
     offered: list[dict[str, Any]] = field(default_factory=list)
     allowed: list[dict[str, Any]] = field(default_factory=list)
     parallel: bool = True
+    strict: frozenset[str] = frozenset()  # names of the tools whose calls must fit their schema, also if none is forced
+    inputs: Mapping[str, TextGrammar] = field(default_factory=dict)  # the grammars of custom tools, by name
+
+    @property
+    def holds_calls(self) -> bool:
+        """True if the model may call tools or not, and some calls must fit their schema."""
+        return self.mode == "auto" and any(tool["function"]["name"] in self.strict for tool in self.allowed)
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The allowed tools, each custom tool with the grammar of its input, for the grammar of the answer."""
+        return [self._with_input(tool) for tool in self.allowed]
+
+    @property
+    def held(self) -> list[dict[str, Any]]:
+        """The callable tools. Those that are not strict take any object."""
+        return [tool if tool["function"]["name"] in self.strict else _loose(tool) for tool in self.callable]
+
+    def _with_input(self, tool: dict[str, Any]) -> dict[str, Any]:
+        found = self.inputs.get(tool["function"]["name"])
+        return tool if found is None else tool | {"input_grammar": found}
 
     @property
     def forced(self) -> bool:
@@ -39,11 +61,20 @@ class ToolPlan:
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
     """Return the tools of a chat request, or its `functions`, the older form of the same."""
     if request.functions is None and request.function_call is None:
-        return _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+        given = [tool.function for tool in request.tools or () if tool.function is not None]
+        return plan_tools(
+            _chat_functions(request.tools),
+            request.tool_choice,
+            request.parallel_tool_calls,
+            max_tools,
+            strict=strict_names(given),
+        )
     if request.tools:
         raise InvalidRequest("Give either 'tools' or 'functions', which is their older form.", param="functions")
-    functions = [_checked(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
-    return _plan(functions, _older_choice(request.function_call), False, max_tools, "function_call")
+    older = request.functions or []
+    functions = [checked_function(one, f"functions[{i}]") for i, one in enumerate(older)]
+    choice = _older_choice(request.function_call)
+    return plan_tools(functions, choice, False, max_tools, "function_call", strict=strict_names(older))
 
 
 def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
@@ -52,7 +83,7 @@ def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
 
 def offered_tools(tools: list[Tool] | None, max_tools: int) -> ToolPlan:
     """Return the plan for tools with tool_choice "auto"."""
-    return _plan(_chat_functions(tools), None, None, max_tools)
+    return plan_tools(_chat_functions(tools), None, None, max_tools)
 
 
 def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
@@ -62,26 +93,19 @@ def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
             raise _unsupported(tool.type, f"tools[{i}].type")
         if tool.function is None:
             raise InvalidRequest(f"Missing required parameter: 'tools[{i}].function'.", param=f"tools[{i}].function")
-        functions.append(_checked(tool.function, f"tools[{i}].function"))
+        functions.append(checked_function(tool.function, f"tools[{i}].function"))
     return functions
 
 
-def responses_tools(request: ResponsesRequest, max_tools: int) -> ToolPlan:
-    """Return the tools of a Responses request."""
-    functions = []
-    for i, tool in enumerate(request.tools or ()):
-        if tool.type != "function":
-            raise _unsupported(tool.type, f"tools[{i}].type")
-        if tool.name is None:
-            raise InvalidRequest(f"Missing required parameter: 'tools[{i}].name'.", param=f"tools[{i}].name")
-        function = Function(
-            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-        )
-        functions.append(_checked(function, f"tools[{i}]"))
-    return _plan(functions, request.tool_choice, request.parallel_tool_calls, max_tools)
+def strict_names(functions: Iterable[Function]) -> frozenset[str]:
+    return frozenset(function.name for function in functions if function.strict)
 
 
-def _checked(function: Function, place: str) -> dict[str, Any]:
+def _loose(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool["function"]["name"]}}
+
+
+def checked_function(function: Function, place: str) -> dict[str, Any]:
     if not _NAME.fullmatch(function.name):
         raise InvalidRequest(
             f"Invalid '{place}.name': {function.name[:80]!r}. Expected 1 to 128 letters, digits, '_', '-' or '.'.",
@@ -103,13 +127,17 @@ def _checked(function: Function, place: str) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _plan(
+def plan_tools(
     offered: list[dict[str, Any]],
     choice: str | ToolChoice | None,
     parallel: bool | None,
     max_tools: int,
     param: str = "tool_choice",
+    *,
+    strict: frozenset[str] = frozenset(),
+    inputs: Mapping[str, TextGrammar] | None = None,
 ) -> ToolPlan:
+    """Return the plan for the offered tools. `strict` and `inputs` are fields of it."""
     if len(offered) > max_tools:
         raise InvalidRequest(
             f"Invalid 'tools': got {len(offered)} tools, at most {max_tools} are allowed.", param="tools"
@@ -123,7 +151,7 @@ def _plan(
             mode, allowed = "none", []
         case "required":
             mode, allowed = "required", offered
-        case ToolChoice(type="function"):
+        case ToolChoice(type="function" | "custom"):
             name = choice.function.name if choice.function is not None else choice.name
             place = f"{param}.function.name" if choice.function is not None else f"{param}.name"
             mode, allowed, parallel = "named", [_named(offered, name, place, param)], False
@@ -138,7 +166,7 @@ def _plan(
             raise InvalidRequest(f"Invalid value for 'tool_choice': '{choice}'.", param="tool_choice")
     if mode in ("required", "named") and not allowed:
         raise InvalidRequest(f"'{param}' is only allowed when 'tools' are specified.", param=param)
-    return ToolPlan(mode=mode, offered=offered, allowed=allowed, parallel=parallel)
+    return ToolPlan(mode, offered, allowed, parallel, strict, inputs or {})
 
 
 def _named(offered: list[dict[str, Any]], name: str | None, place: str, param: str = "tool_choice") -> dict[str, Any]:

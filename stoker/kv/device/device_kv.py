@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.kernels.attention_grid import LayerSlots
+from stoker.kernels.reach import Reach
 from stoker.kernels.transfer import to_device
 from stoker.kv.blocks.layout import GroupLayout, KvGroup, KvLayout
 
@@ -32,6 +33,11 @@ class GroupKv:
     all_pages: Tensor  # [pages, values of a page], from the group's first page on
     kind: str  # see KvGroup
     extent: int
+
+    @cached_property
+    def reach(self) -> Reach:
+        """Which tokens the layers see."""
+        return Reach.of(self.kind, self.extent)
 
     def pages(self, layer: int) -> Tensor:
         """Return a view that starts at the first page of a layer, counted within the group. With the kind "full", page
