@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
+from stoker.kernels.moe_choice import MAX_GROUPS as MAX_GROUPS
 from stoker.kernels.moe_choice import Router
 from stoker.kernels.moe_choice import Routing as Routing
 from stoker.kernels.moe_gate import Clamp as Clamp

@@ -89,7 +89,8 @@ class ModelFamily(Protocol):
     shape: ModelShape
     kv_groups: tuple[KvGroup, ...]
     rules: list[Rule]
-    ignored: frozenset[str]  # checkpoint tensors that are known and not loaded
+    # Checkpoint tensors that are known and not loaded. A name that ends with a dot stands for all that begin with it.
+    ignored: frozenset[str]
 
     def __init__(self, hf: Mapping[str, Any]) -> None: ...
 

@@ -99,7 +99,9 @@ def parameter_slices(model: Model, rules: list[Rule]) -> Iterator[tuple[str, Ten
 
 
 def _check_names(found: set[str], wanted: set[str], ignored: frozenset[str], folder: Path) -> None:
-    missing, unexpected = wanted - found, found - wanted - ignored
+    prefixes = tuple(name for name in ignored if name.endswith("."))
+    missing = wanted - found
+    unexpected = {name for name in found - wanted - ignored if not name.startswith(prefixes)}
     if missing or unexpected:
         parts = [
             f"{len(names)} {what}, first {', '.join(sorted(names)[:3])}"
