@@ -81,7 +81,7 @@ TABLE = {
         light=True,
     ),
     "gateway.doctor": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.records.prices routing fleet proto", "", light=True
+        f"{GATEWAY_BASE} gateway.prefix gateway.records.prices routing fleet proto", "msgspec", light=True
     ),
     "gateway.path": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.records gateway.doctor routing fleet proto"

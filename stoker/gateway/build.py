@@ -34,6 +34,7 @@ from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
@@ -50,6 +51,7 @@ from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.request_log import NoRequestLog, RequestLog
 from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
+from stoker.gateway.records.usage_row import UsageRow
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.watched import WatchedStore
@@ -194,6 +196,18 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
+            embeddings=EmbeddingsEndpoint(
+                fleet,
+                load_book,
+                upstreams,
+                keys,
+                admission,
+                meter,
+                partial(_ended, metrics, request_log),
+                config.proxy,
+                clock,
+                aliases,
+            ),
             doctor=doctor,
             misses=misses,
             hidden_tokens=config.meter.hidden_tokens,
@@ -221,6 +235,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     return GatewayServer(
         config, server, state, fleet, membership, proxy, key_makers, store, meter, request_log, tracing, tls
     )
+
+
+def _ended(metrics: GatewayMetrics, request_log: RequestLog | NoRequestLog, row: UsageRow) -> None:
+    metrics.ended(row)
+    request_log.record(row)
 
 
 def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | None:

@@ -30,8 +30,10 @@ from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
+from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -156,6 +158,18 @@ class World:
                 registration=Nothing(),
                 tokenize=TokenizeEndpoint(
                     self.fleet, self.upstreams, api_keys, self.admission, proxy or PATIENT, clock
+                ),
+                embeddings=EmbeddingsEndpoint(
+                    self.fleet,
+                    self.ledger,
+                    self.upstreams,
+                    api_keys,
+                    self.admission,
+                    self.rows,
+                    self.metrics.ended,
+                    proxy or PATIENT,
+                    clock,
+                    ModelAliases({"text-embedding-3-small": "m"}),
                 ),
                 doctor=doctor,
                 misses=self.misses,

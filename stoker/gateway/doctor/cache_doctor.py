@@ -8,7 +8,6 @@ reports as cached is then taken away from the front. So the parts always add up 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from stoker.fleet.lost_blocks import BlockLoss, LossCause, LostBlocks
 from stoker.fleet.prefix_index import Key, Match
@@ -34,14 +33,6 @@ _AFTER_ROUTING = "after routing"
 _OPTIONS = "options"  # such as `chat_template_kwargs`, which no hash of a part contains
 
 
-@dataclass(frozen=True, slots=True)
-class CountedTokens:
-    """The token counts of an answer."""
-
-    prompt: int
-    completion: int
-
-
 class CacheDoctor:
     """Explains the misses of one gateway. It keeps hashes only, in bounded memory."""
 
@@ -51,20 +42,26 @@ class CacheDoctor:
         self._turns = turns or TurnMemory()
 
     def examine(
-        self, tenant: str, envelope: RequestEnvelope, query: RouteQuery, route: Route | None, counted: CountedTokens
+        self,
+        tenant: str,
+        envelope: RequestEnvelope,
+        query: RouteQuery,
+        route: Route | None,
+        prompt_tokens: int,
+        answer_tokens: int,
     ) -> tuple[Cut, ...]:
         """Return the ranges of the prompt with their reasons, for `split`. Call it once: it remembers the request."""
         keys, block_tokens = query.keys, query.block_tokens
         if not keys:
             return _SHORT if query.num_tokens <= block_tokens else ()
         turn = SentTurn.of(
-            envelope.salt, query.session, prompt_parts(envelope, self._stable), keys, counted.prompt, counted.completion
+            envelope.salt, query.session, prompt_parts(envelope, self._stable), keys, prompt_tokens, answer_tokens
         )
         found = self._turns.replace(tenant, query.model, turn, keys)
         if route is None or envelope.num_prompts > 1:
             return ()
         # Without a tokenizer, the gateway's tokens are an estimate.
-        scale = counted.prompt / max(1, query.num_tokens)
+        scale = prompt_tokens / max(1, query.num_tokens)
         return tuple(self._cuts(route, keys, block_tokens * scale, turn, found))
 
     def _cuts(

@@ -45,13 +45,13 @@ class MissTotals:
         totals.requests += 1
         totals.prompt_tokens += prompt_tokens
         totals.cached_tokens += cached_tokens
-        for reason, tokens, place in parts:
-            at = (reason, _bounded(place) if reason == CHANGED else "")
+        for part in parts:
+            at = (part.reason, _bounded(part.place) if part.reason == CHANGED else "")
             counts = totals.reasons.get(at)
             if counts is None:
                 counts = totals.reasons[at] = [0, 0]
             counts[0] += 1
-            counts[1] += tokens
+            counts[1] += part.tokens
 
     def report(self, key_id: str | None = None) -> MissList:
         """Return the totals of all keys, or of one, with the most uncached tokens first."""

@@ -37,6 +37,7 @@ from stoker.gateway.path.cache_report import miss_parts
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
@@ -47,9 +48,9 @@ from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
-from stoker.gateway.records.running_usage import RunningUsage
+from stoker.gateway.records.running_usage import UsageLedger
 from stoker.gateway.records.tracing import Tracing
-from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.routing.query import RouteQuery
@@ -83,16 +84,6 @@ class UsageRecorder(Protocol):
     def record(self, row: UsageRow) -> None: ...
 
 
-class UsageLedger(Protocol):
-    """Takes one row for each admitted request, in two steps."""
-
-    def open(self, head: UsageHead) -> RunningUsage:
-        """Write the row ahead. Raises Overloaded if the ledger can take no more."""
-
-    def settle(self, running: RunningUsage, row: UsageRow) -> None:
-        """Put the final row in place of the one written ahead."""
-
-
 class MissRecorder(Protocol):
     """Counts why prompts were computed."""
 
@@ -121,6 +112,7 @@ class GatewayParts:
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
+    embeddings: Endpoint
     doctor: CacheDoctor
     misses: MissRecorder
     hidden_tokens: int  # `meter.hidden_tokens`
@@ -321,6 +313,8 @@ class Gateway:
             return await parts.registration.answer(request)
         if path in TOKENIZE_PATHS:
             return await parts.tokenize.answer(request)
+        if path in EMBEDDINGS_PATHS:
+            return await parts.embeddings.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)
             return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))

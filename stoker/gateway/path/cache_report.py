@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.gateway.doctor.cache_doctor import CacheDoctor, CountedTokens
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_parts import MissPart, as_text, split
 from stoker.gateway.path.call import Call
 
@@ -21,8 +21,7 @@ def miss_parts(doctor: CacheDoctor, call: Call, prompt: int, cached: int, comple
     """Return why the uncached tokens were computed."""
     cuts = call.cuts
     if cuts is None:
-        counted = CountedTokens(prompt, completion)
-        cuts = call.cuts = doctor.examine(call.tenant, call.envelope, call.query, call.route, counted)
+        cuts = call.cuts = doctor.examine(call.tenant, call.envelope, call.query, call.route, prompt, completion)
     return split(cuts, cached, prompt)
 
 

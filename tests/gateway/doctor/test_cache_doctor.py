@@ -9,7 +9,6 @@ import pytest
 from gateway.doctor.caching_fleet import BLOCK, CachingFleet, Messages, assistant, system, user
 
 from stoker.base.ids import WorkerId
-from stoker.gateway.doctor.cache_doctor import CountedTokens
 from stoker.gateway.doctor.miss_parts import MissPart
 
 SYSTEM = system("You are a helpful agent with a long system prompt. " * 4)
@@ -110,7 +109,7 @@ def test_another_salt_is_named() -> None:
 def test_the_text_of_another_tenant_is_not_told_apart_from_a_first_turn() -> None:
     fleet = CachingFleet()
     running = fleet.begin(FIRST, salt="theirs")
-    fleet.doctor.examine("other tenant", running.envelope, running.query, running.route, CountedTokens(100, 0))
+    fleet.doctor.examine("other tenant", running.envelope, running.query, running.route, 100, 0)
     assert largest(fleet.ask(FIRST, salt="ours")) == ("first_turn", "")
 
 
