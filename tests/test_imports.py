@@ -75,13 +75,15 @@ TABLE = {
     ),
     "gateway.admission": Allowed(f"{GATEWAY_BASE} fleet routing", "msgspec", light=True),
     "gateway.store": Allowed("", "", light=True),
+    "gateway.objects": Allowed(f"{GATEWAY_BASE} gateway.store gateway.admission proto", "msgspec", light=True),
     "gateway.records": Allowed(
         f"{GATEWAY_BASE} gateway.store gateway.admission fleet proto.openai",
         "msgspec opentelemetry prometheus_client",
         light=True,
     ),
     "gateway.path": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.records routing fleet proto kv.blocks",
+        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records routing fleet"
+        " proto kv.blocks",
         "msgspec",
         light=True,
     ),

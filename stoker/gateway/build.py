@@ -29,7 +29,9 @@ from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.gauges import add_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
+from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
+from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
@@ -48,6 +50,7 @@ from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
+from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
@@ -76,6 +79,8 @@ class GatewayServer:
     proxy: Proxy
     key_makers: PrefixKeyMakers
     store: Store | None
+    gateway: Gateway
+    objects: TenantObjects | NoObjects
     meter: Meter | NoMeter
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
@@ -101,6 +106,7 @@ class GatewayServer:
         for spec in self.config.worker_specs():
             self.membership.add(spec)
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
+        self.objects.open(self.gateway.generate)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
 
     def begin_drain(self) -> None:
@@ -112,6 +118,7 @@ class GatewayServer:
     async def close(self) -> None:
         """Stop now. Running requests are aborted; pending usage rows and trace spans are written."""
         await self.server.close(_CLOSE_GRACE_S)
+        await self.objects.close()
         await self.membership.close()
         await self.proxy.close()
         self.key_makers.close()
@@ -160,6 +167,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     membership = Membership(fleet, load_book, watchers, upstreams, clock)
     location = config.store_location
     store = None if location is None else location.open()
+    threads = None if store is None else StoreThreads(store)
     meter = _meter(config, location, store)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
@@ -167,6 +175,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     status = partial(_status, config, location, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
+    objects = _objects(config, threads, keys, partial(requested_model, fleet=fleet, aliases=aliases))
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -186,6 +195,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
+            objects=objects,
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             cors=cors,
@@ -206,7 +216,20 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
     return GatewayServer(
-        config, server, state, fleet, membership, proxy, key_makers, store, meter, request_log, tracing, tls
+        config,
+        server,
+        state,
+        fleet,
+        membership,
+        proxy,
+        key_makers,
+        store,
+        gateway,
+        objects,
+        meter,
+        request_log,
+        tracing,
+        tls,
     )
 
 
@@ -214,6 +237,15 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     """Return the smallest context length among the Stoker workers of a model; other engines do not report it here."""
     infos = [watchers.info(member.worker_id) for member in fleet.models().get(model, [])]
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
+
+
+def _objects(
+    config: GatewayConfig, threads: StoreThreads | None, keys: ApiKeys, model_of: Callable[[str | None], str]
+) -> TenantObjects | NoObjects:
+    if threads is None:
+        return NoObjects()
+    max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
+    return TenantObjects(threads, keys, config.responses, max_body_bytes=max_body_bytes, model_of=model_of)
 
 
 def _meter(config: GatewayConfig, location: StoreLocation | None, store: Store | None) -> Meter | NoMeter:

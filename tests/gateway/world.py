@@ -25,6 +25,7 @@ from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
 from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
+from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.front_gate import FrontGate
@@ -149,6 +150,7 @@ class World:
                 tokenize=TokenizeEndpoint(
                     self.fleet, self.upstreams, api_keys, self.admission, proxy or PATIENT, clock
                 ),
+                objects=NoObjects(),
                 hidden_tokens=1000,
                 max_model_tokens=self.max_model_tokens.get,
                 clock=clock,
