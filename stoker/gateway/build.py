@@ -26,7 +26,7 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
-from stoker.gateway.gauges import add_gauges
+from stoker.gateway.gauges import add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
@@ -51,6 +51,7 @@ from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
+from stoker.gateway.store.watched import WatchedStore
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
@@ -78,7 +79,7 @@ class GatewayServer:
     membership: Membership
     proxy: Proxy
     key_makers: PrefixKeyMakers
-    store: Store | None
+    store: WatchedStore | None
     gateway: Gateway
     objects: TenantObjects | NoObjects
     meter: Meter | NoMeter
@@ -172,7 +173,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock)
-    status = partial(_status, config, location, state, admission, meter, clock, clock())
+    status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
     objects = _objects(config, threads, keys, partial(requested_model, fleet=fleet, aliases=aliases))
@@ -198,6 +199,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             objects=objects,
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
+            store_works=lambda: store is None or store.trouble is None,
             cors=cors,
             aliases=aliases,
             clock=clock,
@@ -215,6 +217,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
+    if store is not None:
+        add_store_gauges(metrics, store)
     return GatewayServer(
         config,
         server,
@@ -264,7 +268,7 @@ def _admission(
 
 def _status(
     config: GatewayConfig,
-    location: StoreLocation | None,
+    store: WatchedStore | None,
     state: GatewayState,
     admission: Admission,
     meter: Meter | NoMeter,
@@ -279,7 +283,8 @@ def _status(
         running_requests=state.num_running,
         waiting_requests=admission.num_waiting,
         policy=config.routing.policy,
-        store=None if location is None else location.name,
+        store=None if store is None else store.name,
+        store_trouble=None if store is None else store.trouble,
         ledger_pending_rows=meter.pending,
     )
 

@@ -21,6 +21,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting_requests: int = 0
     policy: str = ""
     store: str | None = None  # the file or URL of the store
+    store_trouble: str | None = None  # why the store does not work, if it does not
     ledger_pending_rows: int = 0
 
 

@@ -124,6 +124,7 @@ class GatewayParts:
     objects: StoredObjects
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
+    store_works: Callable[[], bool] = lambda: True
     cors: CorsRules = NO_CORS
     aliases: ModelAliases = NO_ALIASES
     clock: Callable[[], float]
@@ -315,7 +316,7 @@ class Gateway:
         if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
             return preflight
         if path == b"/health":
-            return json_reply({"status": "ok"})
+            return self._health()
         if path == b"/ready":
             return self._ready()
         if path == b"/metrics":
@@ -336,6 +337,10 @@ class Gateway:
         if path in _GENERATING:
             return method_not_allowed(path, request.method, [b"POST"])
         raise NotFound(f"No such path: {path.decode('latin-1')}.", code="unknown_url")
+
+    def _health(self) -> Reply:
+        """Return 200 while the gateway serves. Without its store it does: usage rows wait in their files."""
+        return json_reply({"status": "ok", "store": "ok" if self._parts.store_works() else "unavailable"})
 
     def _ready(self) -> Reply:
         parts, now = self._parts, self._parts.clock()
