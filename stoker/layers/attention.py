@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from stoker.layers.batch import GroupInputs
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import StoredAs
+from stoker.parallel.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,18 @@ class AttentionConfig:
     head_dim: int
     bias: bool = False
     qk_norm_eps: float | None = None  # of a norm on each head's q and k before the rotary embedding; None: no norm
+    partial: bool = False  # another rank adds the residual and the bias of the output
 
     def build(self, hidden_size: int, stored: StoredAs, name: str, in_features: int | None = None) -> Attention:
         """Build the attention of the layer `name`. `in_features` is the width of the input, by default `hidden_size`,
         which is that of the output."""
         return Attention(self, hidden_size, in_features or hidden_size, stored, name)
+
+    def sharded(self, shard: Shard) -> AttentionConfig:
+        """Return the attention of a rank: some of the heads."""
+        heads, kv_heads = shard.heads(self.num_heads, self.num_kv_heads)
+        sizes = (self.num_heads // heads.of, self.num_kv_heads // kv_heads.of)
+        return replace(self, num_heads=sizes[0], num_kv_heads=sizes[1], partial=shard.is_partial)
 
     def active_weights(self, hidden_size: int) -> int:
         """Number of weights in the matmuls that one token passes through."""
@@ -46,7 +54,14 @@ class Attention(nn.Module):
         block = head_dim if is_power_of_2(head_dim) else None
         parts, blocks = (num_heads * head_dim, kv_size, kv_size), (1, 1, block or 1)
         self.qkv = Linear(in_features, parts, config.bias, stored(f"{name}.qkv"), out_blocks=blocks)
-        self.out = Linear(num_heads * head_dim, hidden_size, config.bias, stored(f"{name}.out"), rotated_block=block)
+        self.out = Linear(
+            num_heads * head_dim,
+            hidden_size,
+            config.bias and not config.partial,
+            stored(f"{name}.out"),
+            rotated_block=block,
+            partial=config.partial,
+        )
         self._qk_norm_eps = eps = config.qk_norm_eps
         if eps is not None:
             self.q_norm = RMSNorm(head_dim, eps)

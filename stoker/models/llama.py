@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import Decoder, LayerConfig
 from stoker.layers.moe import MoeConfig
 from stoker.models.dense import WeightNames, model_shape, read_attention, read_config, read_mlp, with_stored
-from stoker.models.family import MODELS, Model
+from stoker.models.family import MODELS, Model, ModelFamily
+from stoker.parallel.shard import Shard
 
 
 @MODELS.register("LlamaForCausalLM")
@@ -37,6 +40,7 @@ class Llama:
         sparse = [] if moe is None else self._sparse_layers(hf)
         config = read_config(hf, lambda i: LayerConfig(attention, moe) if moe is not None and i in sparse else dense)
         self._config = config = with_stored(hf, config, WeightNames(config))
+        self._attention = attention
         self.shape = model_shape(config, attention)
         self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
         names = WeightNames(config)
@@ -52,6 +56,18 @@ class Llama:
     def _sparse_layers(hf: Mapping[str, Any]) -> Container[int]:
         """Return the layers with experts; the others have a dense MLP."""
         return ()
+
+    def sharded(self, shard: Shard) -> ModelFamily:
+        part = copy(self)
+        part._config = config = self._config.sharded(shard)
+        part.shape = replace(model_shape(config, self._attention.sharded(shard)), vocab_size=self.shape.vocab_size)
+        part.kv_groups = tuple(
+            replace(group, num_layers=sum(layer.group == i for layer in config.layers))
+            for i, group in enumerate(self.kv_groups)
+        )
+        part.ignored = self.ignored | {rule.source for rule in self.rules}  # the tensors of other ranks
+        part.rules = WeightNames(self._config, shard=shard).rules()
+        return part
 
     def build(self, num_positions: int) -> Model:
         return Decoder(self._config, num_positions)
