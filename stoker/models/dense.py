@@ -13,7 +13,7 @@ from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
 from stoker.layers.quant import PLAIN, Grouped, Int4, Stored
 from stoker.layers.rope import RopeConfig, yarn_scale
-from stoker.models.family import ModelShape, Rule, field
+from stoker.models.family import ModelShape, Rule, SourceSlice, field
 from stoker.models.quantisation import matmul_rules, read_quantisation
 from stoker.parallel.shard import WHOLE, Piece, Shard
 
@@ -345,6 +345,11 @@ def part_of(size: int, piece: Piece) -> range:
     """Return a rank's part of a size that has been checked."""
     part = size // piece.of
     return range(piece.index * part, (piece.index + 1) * part)
+
+
+def cut_of(axis: int, part: range, size: int) -> SourceSlice | None:
+    """Return the slice of a checkpoint tensor that has a rank's part of an axis. None: all of it."""
+    return None if len(part) == size else SourceSlice(axis, part.start, len(part))
 
 
 def _renumbered(target: str, first_layer: int) -> str:

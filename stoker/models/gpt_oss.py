@@ -14,8 +14,8 @@ from stoker.layers.expert_storage import FusedExperts, Mxfp4Experts
 from stoker.layers.moe import Clamp, MoeConfig, Routing
 from stoker.layers.quant import Stored
 from stoker.models.decoder_family import DecoderFamily
-from stoker.models.dense import WeightNames, model_shape, part_of, read_attention, read_config, with_stored
-from stoker.models.family import MODELS, Rule, SourceSlice, field
+from stoker.models.dense import WeightNames, cut_of, model_shape, part_of, read_attention, read_config, with_stored
+from stoker.models.family import MODELS, Rule, field
 from stoker.models.kv_kinds import read_kinds
 from stoker.parallel.shard import WHOLE, Shard
 
@@ -88,11 +88,11 @@ class GptOssNames(WeightNames):
         yield from super().layer_rules(layer, src, dst)
         assert isinstance(layer.attention, AttentionConfig)
         assert isinstance(layer.mlp, MoeConfig)
-        heads, experts = self._shard.piece, self._shard.experts(layer.mlp.num_experts)
-        sinks = part_of(layer.attention.num_heads, heads)
-        yield Rule(f"{src}self_attn.sinks", f"{dst}attention.sinks", cut=SourceSlice(0, sinks.start, len(sinks)))
+        num_heads, num_experts = layer.attention.num_heads, layer.mlp.num_experts
+        heads = cut_of(0, part_of(num_heads, self._shard.piece), num_heads)
+        yield Rule(f"{src}self_attn.sinks", f"{dst}attention.sinks", cut=heads)
         yield Rule(f"{src}mlp.router.bias", f"{dst}mlp.router_bias")
-        cut = SourceSlice(0, experts.start, len(experts))
+        cut = cut_of(0, self._shard.experts(num_experts), num_experts)
         for part in ("gate_up", "down"):
             yield Rule(f"{src}mlp.experts.{part}_proj_bias", f"{dst}mlp.{part}_bias", cut=cut)
             if self._is_mxfp4:

@@ -32,8 +32,7 @@ def test_the_ranks_of_a_layout_load_every_value_of_the_checkpoint(name: str, tmp
     for layout in LAYOUTS:
         try:
             parts = parts_of(family, layout)
-        except ConfigError as error:
-            assert "use" in error.message or "must" in error.message
+        except ConfigError:
             continue
         tried += 1
         taken = dict.fromkeys(wanted, 0)
