@@ -11,14 +11,16 @@ from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
 from stoker.kv.blocks.layout import KvGroup
-from stoker.layers.decoder import Decoder, LayerConfig
+from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.mla import MlaConfig
 from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MoeConfig
 from stoker.layers.rope import RopeConfig, yarn_scale
+from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import (
     Matmul,
     WeightNames,
+    part_of,
     read_config,
     read_count,
     read_mlp,
@@ -26,7 +28,8 @@ from stoker.models.dense import (
     read_sigmoid_routing,
     with_stored,
 )
-from stoker.models.family import MODELS, Model, ModelShape, Rule, field
+from stoker.models.family import MODELS, ModelShape, Rule, field
+from stoker.parallel.shard import WHOLE, Shard
 
 # Fields of models with the same names and other computations. Ignoring one would give wrong answers.
 _UNSUPPORTED = {
@@ -72,7 +75,7 @@ _ALL_FEATURES = {
 
 
 @MODELS.register("DeepseekV3ForCausalLM")
-class DeepseekV3:
+class DeepseekV3(DecoderFamily):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "deepseek": _ALL_FEATURES,
         "kimi-k2": {
@@ -111,7 +114,7 @@ class DeepseekV3:
             num_heads=attention.num_heads,
             active_weights=config.active_weights,
         )
-        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
+        self.kv_groups = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
         names = DeepseekNames(config, self._prefix)
         self.rules = names.rules()
         drafting = range(len(config.layers), len(config.layers) + read_count(hf, "num_nextn_predict_layers"))
@@ -119,8 +122,8 @@ class DeepseekV3:
             names.ignored() | {f"{self._prefix}model.layers.{number}." for number in drafting} | self._not_text
         )
 
-    def build(self, num_positions: int) -> Model:
-        return Decoder(self._config, num_positions)
+    def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
+        return DeepseekNames(config, self._prefix, shard)
 
 
 @MODELS.register("KimiK25ForConditionalGeneration")
@@ -145,13 +148,19 @@ class DeepseekNames(WeightNames):
         own, mine, q_size = f"{src}self_attn.", f"{dst}attention.", attention.q_size
         q_into = {f"{own}q_proj": q_size} if attention.q_rank is None else {f"{own}q_a_proj": attention.q_rank}
         into = q_into | {f"{own}kv_a_proj_with_mqa": attention.shape.width}
-        yield Matmul(f"{mine}into", into, self._hidden_size, attention.bias)
-        if attention.q_rank is not None:
-            yield Matmul(f"{mine}q_up", {f"{own}q_b_proj": q_size}, attention.q_rank)
+        # Ranks split the heads. Each has all of the latent and of the low-rank q.
+        heads, q_rank = self._shard.piece, attention.q_rank
+        q = part_of(q_size, heads)
+        into_outs = (q if q_rank is None else range(q_rank), range(attention.shape.width))
+        yield Matmul(f"{mine}into", into, self._hidden_size, attention.bias, outs=into_outs)
+        if q_rank is not None:
+            yield Matmul(f"{mine}q_up", {f"{own}q_b_proj": q_size}, q_rank, outs=(q,))
         expanded = attention.num_heads * (attention.nope + attention.value)
-        yield Matmul(f"{mine}kv_up", {f"{own}kv_b_proj": expanded}, attention.latent)
-        values = attention.num_heads * attention.value
-        yield Matmul(f"{mine}out", {f"{own}o_proj": self._hidden_size}, values, attention.bias)
+        outs = (part_of(expanded, heads),)
+        yield Matmul(f"{mine}kv_up", {f"{own}kv_b_proj": expanded}, attention.latent, outs=outs)
+        values, bias = attention.num_heads * attention.value, attention.bias and not self._shard.is_partial
+        out = {f"{own}o_proj": self._hidden_size}
+        yield Matmul(f"{mine}out", out, values, bias, ins=part_of(values, heads))
 
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         yield from super().layer_rules(layer, src, dst)
