@@ -88,7 +88,8 @@ def choose_ref(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if router.bias is not None:
         wide = wide + router.bias.to(wide.dtype)
-    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
+    # In float64 and rounded: on a CPU, the last bits of a sigmoid depend on its place in memory.
+    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.double().sigmoid().to(wide.dtype)
     values = scores if router.correction is None else scores + router.correction.to(wide.dtype)
     if routing.num_groups > 1:
         members = values.unflatten(-1, (routing.num_groups, -1))
