@@ -125,7 +125,7 @@ class KimiK25(DeepseekV3):
     def __init__(self, hf: Mapping[str, Any]) -> None:
         text = field(hf, "text_config", dict)
         shared = {name: hf[name] for name in ("quantization_config", "tie_word_embeddings") if hf.get(name) is not None}
-        super().__init__({**shared, **text})
+        super().__init__(_without_prefix({**shared, **text}, self._prefix))
 
 
 class DeepseekNames(WeightNames):
@@ -150,6 +150,15 @@ class DeepseekNames(WeightNames):
         if layer.attention.q_rank is not None:
             yield Rule(f"{src}self_attn.q_a_layernorm.weight", f"{dst}attention.q_norm.weight")
         yield Rule(f"{src}self_attn.kv_a_layernorm.weight", f"{dst}attention.latent_norm.weight")
+
+
+def _without_prefix(hf: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Remove the prefix from names of modules that are not quantised. Some files have it, some do not."""
+    said = hf.get("quantization_config")
+    if not isinstance(said, Mapping) or not isinstance(said.get("ignore"), list):
+        return hf
+    ignored = [name.removeprefix(prefix) if isinstance(name, str) else name for name in said["ignore"]]
+    return {**hf, "quantization_config": {**said, "ignore": ignored}}
 
 
 def _check_supported(hf: Mapping[str, Any]) -> None:
