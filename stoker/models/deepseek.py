@@ -7,6 +7,8 @@ shared expert. Layers after the last one are for drafts (multi-token prediction)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
@@ -17,7 +19,9 @@ from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
 from stoker.layers.rope import RopeConfig, yarn_scale
 from stoker.models.dense import Matmul, WeightNames, read_config, read_mlp, read_rope, with_stored
+from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import MODELS, Model, ModelShape, Rule, field
+from stoker.models.mtp import MtpCheckpoint
 
 # Fields of models with the same names and other computations. Ignoring one would give wrong answers.
 _UNSUPPORTED = {
@@ -103,7 +107,8 @@ class DeepseekV3:
             active_weights=config.active_weights,
         )
         self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
-        names = DeepseekNames(config, self._prefix)
+        self._hf, self._names = hf, DeepseekNames(config, self._prefix)
+        names = self._names
         self.rules = names.rules()
         drafting = range(len(config.layers), len(config.layers) + _count(hf, "num_nextn_predict_layers"))
         self.ignored = (
@@ -112,6 +117,16 @@ class DeepseekV3:
 
     def build(self, num_positions: int) -> Model:
         return Decoder(self._config, num_positions)
+
+    def open_prediction(self, folder: Path) -> DraftCheckpoint:
+        """See PredictsMore."""
+        if not _count(self._hf, "num_nextn_predict_layers"):
+            raise ModelFilesError(
+                f"{folder}: config.json has no layer for drafts (num_nextn_predict_layers is 0); leave out the drafter 'mtp'"
+            )
+        [group] = self.kv_groups
+        sizes = (replace(group, num_layers=1), self.shape.num_heads)
+        return MtpCheckpoint(self._hf, folder, self._config, self._names, *sizes)
 
 
 @MODELS.register("KimiK25ForConditionalGeneration")

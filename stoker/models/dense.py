@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -280,12 +280,19 @@ class WeightNames:
 
 def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames) -> DecoderConfig:
     """Return the configuration with the storage of each matmul whose weights are not plain. `names` are those of the
-    configuration. quantization_config names modules without the prefix."""
-    quantisation, prefix = read_quantisation(hf), names.prefix
-    found: dict[str, Stored] = {}
-    if (embedding := quantisation.stored_by_name(names.embedding.removeprefix(prefix))) != PLAIN:
+    configuration."""
+    found = stored_matmuls(hf, names.matmuls(), names.prefix)
+    if (embedding := read_quantisation(hf).stored_by_name(names.embedding.removeprefix(names.prefix))) != PLAIN:
         found["embedding"] = embedding
-    for matmul in names.matmuls():
+    return replace(config, stored=found)
+
+
+def stored_matmuls(hf: Mapping[str, Any], matmuls: Iterable[Matmul], prefix: str) -> dict[str, Stored]:
+    """Return the storage of each matmul whose weights are not plain. quantization_config names modules without the
+    prefix."""
+    quantisation = read_quantisation(hf)
+    found: dict[str, Stored] = {}
+    for matmul in matmuls:
         stored = quantisation.of_parts([part.removeprefix(prefix) for part in matmul.parts])
         if isinstance(stored, Int4 | Grouped) and matmul.num_ins % stored.group:
             raise ModelFilesError(
@@ -294,4 +301,4 @@ def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames
             )
         if stored != PLAIN:
             found[matmul.target] = stored
-    return replace(config, stored=found)
+    return found
