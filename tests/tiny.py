@@ -38,6 +38,13 @@ SHAPES: dict[str, tuple[str, Mapping[str, Any]]] = {
 NESTED = {"KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", "language_model.")}
 
 
+def config_of(name: str) -> dict[str, Any]:
+    """Return a config.json of a tiny model."""
+    architecture, changes = SHAPES[name]
+    config = {**SHAPE, **changes, "architectures": [architecture]}
+    return {"architectures": [architecture], "text_config": config} if architecture in NESTED else config
+
+
 def nest(folder: Path, architecture: str, prefix: str) -> None:
     """Rewrite the files of a model as those of an architecture that contains it."""
     text = json.loads((folder / "config.json").read_text())

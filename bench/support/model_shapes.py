@@ -215,6 +215,8 @@ SHAPES["deepseekv3-blocks"] = {**DEEPSEEK_V3, "quantization_config": {**QUANTIZE
 _KIMI_IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 SHAPES["kimik25-int4"] = {**KIMI_K2, "quantization_config": {**QUANTIZED["int4"], "ignore": _KIMI_IGNORED}}
 TITLES = {
+    "deepseekv3": "DeepSeek-V3 (12 of 61 layers)",
+    "kimik25": "Kimi K2.5 text (12 of 61 layers)",
     "llama8b": "Llama-3.1-8B",
     "qwen30a3b": "Qwen3-30B-A3B",
     "llama1b": "Llama-3.2-1B",
@@ -225,8 +227,6 @@ TITLES = {
     "qwen32b": "Qwen3-32B",
     "qwen235b": "Qwen3-235B-A22B (16 of 94 layers)",
     "qwen480b": "Qwen3-Coder-480B-A35B (8 of 62 layers)",
-    "deepseekv3": "DeepSeek-V3 (12 of 61 layers)",
-    "kimik25": "Kimi K2.5 text (12 of 61 layers)",
 }
 # The shapes on which Stoker is compared with its competitors. They were chosen before the first measurement: from 1B to
 # 70B, dense and MoE, bf16 and fp8, and none of the two that the kernels were tuned on first (llama8b, qwen30a3b).

@@ -25,7 +25,7 @@ from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.cpu_rows import exact_matmul
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe_choice import Router, choose_ref
+from stoker.kernels.moe_choice import ExpertRouter, choose_ref
 from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import GRANULE, down_prompt, fits, gate_up_prompt
@@ -41,7 +41,7 @@ from stoker.kernels.quant import QuantWeight, dequantise_ref
 class Experts:
     """The experts of a layer. With `exact`, a token's result does not depend on the other tokens of a step."""
 
-    router: Router
+    router: ExpertRouter
     gate_up: Tensor | QuantWeight
     down: Tensor | QuantWeight
     granule: int
@@ -49,7 +49,7 @@ class Experts:
 
 
 def to_kernel_layout(
-    router: Router, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False
+    router: ExpertRouter, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False
 ) -> Experts:
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
     expert all of gate, then all of up. They are consumed."""

@@ -46,7 +46,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """The router of a layer. `bias` and `correction` are there if the routing has them."""
 
     weight: Tensor  # [experts, hidden]
@@ -82,7 +82,7 @@ def _constants(routing: Routing, num_experts: int) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def choose_ref(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+def choose_ref(logits: Tensor, router: ExpertRouter) -> tuple[Tensor, Tensor]:
     """[tokens, experts] -> weights and indices of the chosen experts, [tokens, top_k] each."""
     routing = router.routing
     wide = logits if logits.dtype == torch.float64 else logits.float()

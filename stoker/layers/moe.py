@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
 from stoker.kernels.moe_choice import MAX_GROUPS as MAX_GROUPS
-from stoker.kernels.moe_choice import Router
+from stoker.kernels.moe_choice import ExpertRouter
 from stoker.kernels.moe_choice import Routing as Routing
 from stoker.kernels.moe_tile_model import check_experts
 from stoker.kernels.quant import QuantWeight
@@ -75,7 +75,7 @@ class MoeMlp(nn.Module):
         assert not isinstance(gate_up, Int8Weight)
         assert not isinstance(down, Int8Weight), "experts have no 8-bit kernels on a CPU"
         bias, correction = (None if extra is None else extra.data for extra in (self.router_bias, self.correction))
-        router = Router(self.router.data, self._config.routing, bias, correction)
+        router = ExpertRouter(self.router.data, self._config.routing, bias, correction)
         self._experts = to_kernel_layout(router, gate_up, down, exact)
 
     @property

@@ -86,6 +86,7 @@ class DeepseekV3:
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         _check_supported(hf)
+        self._hf = hf
         rope_width = field(hf, "qk_rope_head_dim", int)
         rope = read_rope(hf, field(hf, "max_position_embeddings", int))
         attention, dense, sparse = _read_mla(hf, rope), read_mlp(hf), _read_moe(hf)
@@ -107,8 +108,7 @@ class DeepseekV3:
             active_weights=config.active_weights,
         )
         self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
-        self._hf, self._names = hf, DeepseekNames(config, self._prefix)
-        names = self._names
+        names = DeepseekNames(config, self._prefix)
         self.rules = names.rules()
         drafting = range(len(config.layers), len(config.layers) + _count(hf, "num_nextn_predict_layers"))
         self.ignored = (
@@ -126,7 +126,7 @@ class DeepseekV3:
             )
         [group] = self.kv_groups
         sizes = (replace(group, num_layers=1), self.shape.num_heads)
-        return MtpCheckpoint(self._hf, folder, self._config, self._names, *sizes)
+        return MtpCheckpoint(self._hf, folder, self._config, DeepseekNames(self._config, self._prefix), *sizes)
 
 
 @MODELS.register("KimiK25ForConditionalGeneration")

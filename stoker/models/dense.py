@@ -195,12 +195,17 @@ class WeightNames:
     def __init__(self, config: DecoderConfig, prefix: str = "") -> None:
         self._config = config
         self._hidden_size = config.hidden_size
-        self.prefix = prefix
+        self._prefix = prefix
+
+    @property
+    def prefix(self) -> str:
+        """What comes before all names."""
+        return self._prefix
 
     def matmuls(self) -> Iterator[Matmul]:
         """Return all matmuls but the embedding."""
         if not self._config.tie_embeddings:
-            yield Matmul("head", {f"{self.prefix}lm_head": self._config.vocab_size}, self._hidden_size)
+            yield Matmul("head", {f"{self._prefix}lm_head": self._config.vocab_size}, self._hidden_size)
         for layer, src, dst in self._layers():
             yield from self.attention_matmuls(layer.attention, src, dst)
             yield from self.mlp_matmuls(layer.mlp, src, dst)
@@ -208,7 +213,7 @@ class WeightNames:
     def rules(self) -> list[Rule]:
         """Return which parameter each checkpoint tensor fills."""
         config = self._config
-        rules = [Rule(f"{self.prefix}model.norm.weight", "norm.weight")]
+        rules = [Rule(f"{self._prefix}model.norm.weight", "norm.weight")]
         embedding, size = config.stored_as("embedding"), [config.vocab_size]
         rules += matmul_rules(embedding, [self.embedding], "embedding", size, config.hidden_size, bias=False)
         for matmul in self.matmuls():
@@ -226,7 +231,7 @@ class WeightNames:
         names = {f"{src}self_attn.rotary_emb.inv_freq" for _, src, _ in self._layers()}
         names |= {f"{src}self_attn.{x}_scale" for _, src, _ in self._layers() for x in "qkv"}
         if self._config.tie_embeddings:
-            names.add(f"{self.prefix}lm_head.weight")
+            names.add(f"{self._prefix}lm_head.weight")
         for matmul in self.matmuls():
             unused = self._config.stored_as(matmul.target).unused
             names |= {f"{source}.{name}" for source in matmul.parts for name in unused}
@@ -234,7 +239,7 @@ class WeightNames:
 
     @property
     def embedding(self) -> str:
-        return f"{self.prefix}model.embed_tokens"
+        return f"{self._prefix}model.embed_tokens"
 
     def attention_matmuls(self, attention: Any, src: str, dst: str) -> Iterator[Matmul]:
         assert isinstance(attention, AttentionConfig)
@@ -275,7 +280,7 @@ class WeightNames:
 
     def _layers(self) -> Iterator[tuple[LayerConfig, str, str]]:
         for i, layer in enumerate(self._config.layers):
-            yield layer, f"{self.prefix}model.layers.{i}.", f"layers.{i}."
+            yield layer, f"{self._prefix}model.layers.{i}.", f"layers.{i}."
 
 
 def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames) -> DecoderConfig:

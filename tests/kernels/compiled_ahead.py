@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +42,19 @@ def stand_in(config: dict[str, Any]) -> GpuSteps:
     return steps
 
 
-def small_config(architecture: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    config = {**tiny.SHAPE, **changes}
-    if architecture in tiny.NESTED:
-        config = {"text_config": config}
-    return {**config, "architectures": [architecture]}
-
-
 LARGE = {name: {**config, "num_hidden_layers": 2} for name, config in SHAPES.items()}
-for config in LARGE.values():
-    if "first_k_dense_replace" in config:
-        config["first_k_dense_replace"] = 1
-CONFIGS = LARGE | {name: small_config(*shape) for name, shape in tiny.SHAPES.items()}
+CONFIGS = LARGE | {name: tiny.config_of(name) for name in tiny.SHAPES}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_is_planned_without_torchs_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # transformers imports it
-    launches = find_launches(stand_in(CONFIGS[name]), with_rest=False)
+    config = dict(CONFIGS[name])
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = 1
+    launches = find_launches(stand_in(config), with_rest=False)
     names = {launch.kernel.__name__ for launch in launches}
-    is_latent = "kv_lora_rank" in CONFIGS[name].get("text_config", CONFIGS[name])
+    is_latent = "kv_lora_rank" in config.get("text_config", config)
     attention = {"_latent_write", "_attend_latent"} if is_latent else {"_rope_write", "_attend_single", "_attend_tile"}
     assert {"_step_inputs", "_pick_tokens"} | attention <= names
     assert "torch._dynamo" not in sys.modules
