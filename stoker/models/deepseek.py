@@ -16,9 +16,17 @@ from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import Decoder, LayerConfig
 from stoker.layers.mla import MlaConfig
 from stoker.layers.mlp import MlpConfig
-from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
+from stoker.layers.moe import MoeConfig
 from stoker.layers.rope import RopeConfig, yarn_scale
-from stoker.models.dense import Matmul, WeightNames, read_config, read_mlp, read_rope, with_stored
+from stoker.models.dense import (
+    Matmul,
+    WeightNames,
+    read_config,
+    read_mlp,
+    read_rope,
+    read_sigmoid_routing,
+    with_stored,
+)
 from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import MODELS, Model, ModelShape, Rule, field
 from stoker.models.mtp import MtpCheckpoint
@@ -219,39 +227,10 @@ def _read_mla(hf: Mapping[str, Any], rope: RopeConfig) -> MlaConfig:
 
 
 def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:
-    num_experts, top_k = field(hf, "n_routed_experts", int), field(hf, "num_experts_per_tok", int)
-    num_groups, top_groups = field(hf, "n_group", int, 1), field(hf, "topk_group", int, 1)
+    num_experts = field(hf, "n_routed_experts", int)
     size, num_shared = field(hf, "moe_intermediate_size", int), _count(hf, "n_shared_experts")
-    routing = read_sigmoid_routing(hf, num_experts, top_k, num_groups, top_groups)
+    routing = read_sigmoid_routing(hf, num_experts)
     return MoeConfig(num_experts, size, routing, MlpConfig(num_shared * size) if num_shared else None)
-
-
-def read_sigmoid_routing(
-    hf: Mapping[str, Any], num_experts: int, top_k: int, num_groups: int = 1, top_groups: int = 1
-) -> Routing:
-    """Return the routing with sigmoid scores and a correction. Raises ModelFilesError for numbers that do not fit."""
-    if not 0 < top_k <= num_experts:
-        raise ModelFilesError(f"config.json: num_experts_per_tok is {top_k}, of {num_experts} experts")
-    if num_experts % num_groups or not 0 < top_groups <= num_groups <= MAX_GROUPS:
-        raise ModelFilesError(
-            f"config.json: n_group is {num_groups} and topk_group {top_groups}, of {num_experts} experts: they must be equal "
-            f"groups, at most {MAX_GROUPS}"
-        )
-    each = num_experts // num_groups
-    if num_groups > 1 and (each < 2 or top_k > top_groups * each):
-        raise ModelFilesError(
-            f"config.json: {top_groups} groups of {each} experts (topk_group, n_group) are too few for num_experts_per_tok "
-            f"{top_k}; a group has at least 2"
-        )
-    return Routing(
-        top_k,
-        "sigmoid",
-        renormalises=field(hf, "norm_topk_prob", bool, True),
-        scaling=field(hf, "routed_scaling_factor", float, 1.0),
-        num_groups=num_groups,
-        top_groups=top_groups,
-        correction=True,
-    )
 
 
 def _count(hf: Mapping[str, Any], name: str) -> int:
