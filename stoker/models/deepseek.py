@@ -7,6 +7,8 @@ shared expert. Layers after the last one are for drafts (multi-token prediction)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
@@ -28,7 +30,9 @@ from stoker.models.dense import (
     read_sigmoid_routing,
     with_stored,
 )
+from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import MODELS, ModelShape, Rule, field
+from stoker.models.mtp import MtpCheckpoint
 from stoker.parallel.shard import WHOLE, Shard
 
 # Fields of models with the same names and other computations. Ignoring one would give wrong answers.
@@ -94,6 +98,7 @@ class DeepseekV3(DecoderFamily):
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         _check_supported(hf)
+        self._hf = hf
         rope_width = field(hf, "qk_rope_head_dim", int)
         rope = read_rope(hf, field(hf, "max_position_embeddings", int))
         attention, dense, sparse = _read_mla(hf, rope), read_mlp(hf), _read_moe(hf)
@@ -125,6 +130,16 @@ class DeepseekV3(DecoderFamily):
     def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
         return DeepseekNames(config, self._prefix, shard)
 
+    def open_prediction(self, folder: Path) -> DraftCheckpoint:
+        """See PredictsMore."""
+        if not read_count(self._hf, "num_nextn_predict_layers"):
+            raise ModelFilesError(
+                f"{folder}: config.json has no layer for drafts (num_nextn_predict_layers is 0); leave out the drafter 'mtp'"
+            )
+        [group] = self.kv_groups
+        sizes = (replace(group, num_layers=1), self.shape.num_heads)
+        return MtpCheckpoint(self._hf, folder, self._config, DeepseekNames(self._config, self._prefix), *sizes)
+
 
 @MODELS.register("KimiK25ForConditionalGeneration")
 class KimiK25(DeepseekV3):
@@ -137,7 +152,7 @@ class KimiK25(DeepseekV3):
     def __init__(self, hf: Mapping[str, Any]) -> None:
         text = field(hf, "text_config", dict)
         shared = {name: hf[name] for name in ("quantization_config", "tie_word_embeddings") if hf.get(name) is not None}
-        super().__init__({**shared, **text})
+        super().__init__(_without_prefix({**shared, **text}, self._prefix))
 
 
 class DeepseekNames(WeightNames):
@@ -168,6 +183,15 @@ class DeepseekNames(WeightNames):
         if layer.attention.q_rank is not None:
             yield Rule(f"{src}self_attn.q_a_layernorm.weight", f"{dst}attention.q_norm.weight")
         yield Rule(f"{src}self_attn.kv_a_layernorm.weight", f"{dst}attention.latent_norm.weight")
+
+
+def _without_prefix(hf: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Remove the prefix from names of modules that are not quantised. Some files have it, some do not."""
+    said = hf.get("quantization_config")
+    if not isinstance(said, Mapping) or not isinstance(said.get("ignore"), list):
+        return hf
+    ignored = [name.removeprefix(prefix) if isinstance(name, str) else name for name in said["ignore"]]
+    return {**hf, "quantization_config": {**said, "ignore": ignored}}
 
 
 def _check_supported(hf: Mapping[str, Any]) -> None:

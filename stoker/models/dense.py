@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,6 +243,11 @@ class WeightNames:
         self._hidden_size = config.hidden_size
         self._prefix = prefix
 
+    @property
+    def prefix(self) -> str:
+        """What comes before all names."""
+        return self._prefix
+
     def matmuls(self) -> Iterator[Matmul]:
         """Return all matmuls but the embedding."""
         if not self._config.tie_embeddings and self._shard.has_ends:
@@ -357,12 +362,19 @@ def _renumbered(target: str, first_layer: int) -> str:
 def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames) -> DecoderConfig:
     """Return the configuration with the storage of each matmul whose weights are not plain. `names` are those of the
     configuration."""
+    found = stored_matmuls(hf, names.matmuls(), names.prefix)
+    if (embedding := read_quantisation(hf).stored_by_name(names.embedding.removeprefix(names.prefix))) != PLAIN:
+        found["embedding"] = embedding
+    return replace(config, stored=found)
+
+
+def stored_matmuls(hf: Mapping[str, Any], matmuls: Iterable[Matmul], prefix: str) -> dict[str, Stored]:
+    """Return the storage of each matmul whose weights are not plain. quantization_config names modules without the
+    prefix."""
     quantisation = read_quantisation(hf)
     found: dict[str, Stored] = {}
-    if (embedding := quantisation.stored_by_name(names.embedding)) != PLAIN:
-        found["embedding"] = embedding
-    for matmul in names.matmuls():
-        stored = quantisation.of_parts(list(matmul.parts))
+    for matmul in matmuls:
+        stored = quantisation.of_parts([part.removeprefix(prefix) for part in matmul.parts])
         if isinstance(stored, Int4 | Grouped) and matmul.num_ins % stored.group:
             raise ModelFilesError(
                 f"config.json: quantization_config has groups of {stored.group} inputs, {next(iter(matmul.parts))} has "
@@ -370,4 +382,4 @@ def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames
             )
         if stored != PLAIN:
             found[matmul.target] = stored
-    return replace(config, stored=found)
+    return found

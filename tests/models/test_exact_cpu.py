@@ -84,8 +84,14 @@ def schedules(generator: random.Random) -> Iterator[tuple[str, list[Step]]]:
         yield f"verified, trial {trial}", prefill() + steps
 
 
-MODELS = {"moe": "qwen3-moe", "gpt-oss": "gpt-oss", "llama4": "llama4-scout", "minimax": "minimax-m2"}
-NAMED = ["moe float32", "gpt-oss float32", "llama4 float32", "minimax float32"]
+MODELS = {
+    "moe": "qwen3-moe",
+    "mla": "deepseek",
+    "gpt-oss": "gpt-oss",
+    "llama4": "llama4-scout",
+    "minimax": "minimax-m2",
+}
+NAMED = [f"{name} float32" for name in MODELS]
 
 
 @pytest.fixture(scope="module", params=["float32", "float64", "bfloat16", *NAMED, "int8 KV"])
