@@ -24,7 +24,7 @@ from torch import Tensor
 from stoker.kernels.cpu_rows import exact_matmul
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe_choice import Router, choose_ref
+from stoker.kernels.moe_choice import ExpertRouter, choose_ref
 from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
 from stoker.kernels.moe_gate import SILU, Gate
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
@@ -42,7 +42,7 @@ class Experts:
     """The experts of a layer. With `exact`, a token's result does not depend on the other tokens of a step. A rank may hold
     some of the experts; `partial` says that another rank adds the input."""
 
-    router: Router
+    router: ExpertRouter
     gate_up: Tensor | QuantWeight
     down: Tensor | QuantWeight
     granule: int
@@ -59,7 +59,7 @@ class Experts:
 
 
 def to_kernel_layout(
-    router: Router, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False, gate: Gate = SILU,
+    router: ExpertRouter, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False, gate: Gate = SILU,
     down_bias: Tensor | None = None, held: range | None = None, partial: bool = False,
 ) -> Experts:  # fmt: skip
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each

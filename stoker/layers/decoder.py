@@ -217,8 +217,7 @@ class Decoder(nn.Module):
         it, the rotary angles, and the widest part of a layer."""
         hidden_size = self._hidden_size
         widest = max(layer.width for layer in self.layers if isinstance(layer, DecoderLayer))
-        angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
-        return (2 * hidden_size + widest) * self._itemsize + angles
+        return (2 * hidden_size + widest) * self._itemsize + self.rope.bytes_per_token
 
     @property
     def has_sinks(self) -> bool:

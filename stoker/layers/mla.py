@@ -77,7 +77,8 @@ class ExpandingWeight(StoredWeight):
         weight = self.ready()
         assert not isinstance(weight, Int8Weight)
         if isinstance(weight, QuantWeight):
-            weight = dequantise(weight, self._dtype)
+            plain = weight.codes.new_empty(weight.shape, dtype=self._dtype)
+            weight = plain if plain.is_meta else dequantise(weight, self._dtype)  # no kernel runs on meta tensors
             self.drop()
             self.get_parameter(self._names[0]).data = weight
         self._expanding = weight.view(self._num_heads, -1, self.in_features)

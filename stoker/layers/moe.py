@@ -11,7 +11,7 @@ from stoker.base.errors import ConfigError
 from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
 from stoker.kernels.moe_choice import MAX_GROUPS as MAX_GROUPS
-from stoker.kernels.moe_choice import Router
+from stoker.kernels.moe_choice import ExpertRouter
 from stoker.kernels.moe_choice import Routing as Routing
 from stoker.kernels.moe_gate import Clamp as Clamp
 from stoker.kernels.moe_gate import Gate
@@ -115,7 +115,7 @@ class MoeMlp(nn.Module):
         assert not isinstance(gate_up, Int8Weight)
         assert not isinstance(down, Int8Weight), "experts have no 8-bit kernels on a CPU"
         bias, correction = (None if extra is None else extra.data for extra in (self.router_bias, self.correction))
-        router = Router(self.router.data, self._config.routing, bias, correction)
+        router = ExpertRouter(self.router.data, self._config.routing, bias, correction)
         gate_bias, down_bias = (None if bias is None else bias.data for bias in (self.gate_up_bias, self.down_bias))
         if gate_bias is not None and self._config.alternates:
             gate_bias = gate_bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,12 +76,13 @@ def read_mlp(hf: Mapping[str, Any]) -> MlpConfig:
 
 
 def read_count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return a field that may be 0."""
-    return 0 if hf.get(name) == 0 else int(field(hf, name, int, default)) if hf.get(name) is not None else default
+    """Return a number that may be 0, or missing."""
+    value = hf.get(name)
+    return default if value is None else 0 if value == 0 else int(field(hf, name, int))
 
 
 def read_sigmoid_routing(hf: Mapping[str, Any], num_experts: int) -> Routing:
-    """Return the routing with sigmoid scores and a correction, perhaps within groups."""
+    """Return the routing with sigmoid scores and a correction. Raises ModelFilesError for numbers that do not fit."""
     top_k = field(hf, "num_experts_per_tok", int)
     num_groups, top_groups = field(hf, "n_group", int, 1), field(hf, "topk_group", int, 1)
     if not 0 < top_k <= num_experts:
@@ -242,6 +243,11 @@ class WeightNames:
         self._hidden_size = config.hidden_size
         self._prefix = prefix
 
+    @property
+    def prefix(self) -> str:
+        """What comes before all names."""
+        return self._prefix
+
     def matmuls(self) -> Iterator[Matmul]:
         """Return all matmuls but the embedding."""
         if not self._config.tie_embeddings and self._shard.has_ends:
@@ -361,12 +367,19 @@ def _renumbered(target: str, first_layer: int) -> str:
 def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames) -> DecoderConfig:
     """Return the configuration with the storage of each matmul whose weights are not plain. `names` are those of the
     configuration."""
+    found = stored_matmuls(hf, names.matmuls(), names.prefix)
+    if (embedding := read_quantisation(hf).stored_by_name(names.embedding.removeprefix(names.prefix))) != PLAIN:
+        found["embedding"] = embedding
+    return replace(config, stored=found)
+
+
+def stored_matmuls(hf: Mapping[str, Any], matmuls: Iterable[Matmul], prefix: str) -> dict[str, Stored]:
+    """Return the storage of each matmul whose weights are not plain. quantization_config names modules without the
+    prefix."""
     quantisation = read_quantisation(hf)
     found: dict[str, Stored] = {}
-    if (embedding := quantisation.stored_by_name(names.embedding)) != PLAIN:
-        found["embedding"] = embedding
-    for matmul in names.matmuls():
-        stored = quantisation.of_parts(list(matmul.parts))
+    for matmul in matmuls:
+        stored = quantisation.of_parts([part.removeprefix(prefix) for part in matmul.parts])
         if isinstance(stored, Int4 | Grouped) and matmul.num_ins % stored.group:
             raise ModelFilesError(
                 f"config.json: quantization_config has groups of {stored.group} inputs, {next(iter(matmul.parts))} has "
@@ -374,4 +387,4 @@ def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames
             )
         if stored != PLAIN:
             found[matmul.target] = stored
-    return replace(config, stored=found)
+    return found

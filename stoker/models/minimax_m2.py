@@ -1,5 +1,5 @@
 """The MiniMax-M2 family: experts in every layer, chosen with a correction, a norm over all heads of q and of k, and heads
-that are rotated in part."""
+that are rotated in part. Layers after the last one are for drafts (multi-token prediction) and are not loaded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from stoker.models.dense import (
     model_shape,
     read_attention,
     read_config,
+    read_count,
     read_rotated,
     read_sigmoid_routing,
     with_stored,
@@ -52,7 +53,8 @@ class MiniMaxM2(DecoderFamily):
         self.kv_groups = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
         names = MiniMaxNames(config)
         self.rules = names.rules()
-        self.ignored = names.ignored()
+        drafting = range(len(config.layers), len(config.layers) + read_count(hf, "num_mtp_modules"))
+        self.ignored = names.ignored() | {f"model.layers.{number}." for number in drafting}
 
     def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
         return MiniMaxNames(config, shard=shard)

@@ -139,7 +139,10 @@ def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
 def has_grouped_weights(hf: Mapping[str, Any]) -> bool:
     """Return True if all matmuls of the layers have quantised weights of a GGUF file. A float32 matmul between 8-bit ones
     would make answers depend on the batch: its last bits do, and rounding to 8 bits amplifies them."""
-    quantisation, num_layers = read_quantisation(hf), hf.get("num_hidden_layers", 0)
+    config = hf.get("quantization_config")
+    if not isinstance(config, Mapping) or config.get("quant_method") != "gguf":
+        return False
+    quantisation, num_layers = _read_gguf(config), hf.get("num_hidden_layers", 0)
     modules = [f"model.layers.{number}.{module}" for number in range(num_layers) for module in _LAYER_MODULES]
     return bool(modules) and all(isinstance(quantisation.stored_as(module), Grouped) for module in modules)
 
