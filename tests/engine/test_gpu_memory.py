@@ -12,7 +12,8 @@ from tiny import SHAPE
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.gpu_memory import MemoryTable, WorkingMemory
-from stoker.engine.memory import num_blocks, resolve
+from stoker.engine.kv_memory import blocks_per_set
+from stoker.engine.memory import resolve
 from stoker.kv.blocks.layout import KvLayout
 from stoker.models.family import family_of
 
@@ -86,7 +87,8 @@ def blocks_on_gpu(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 80 * GIB))
     settings = EngineSettings(device="cpu", kv=kv)
     resolved = replace(resolve(settings, family_of(LLAMA_8B, "here").shape), device=torch.device("cuda"))
-    return num_blocks(settings, resolved, KvLayout.of(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
+    (blocks,) = blocks_per_set(settings, resolved, KvLayout.of(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
+    return blocks
 
 
 def test_kv_gets_the_rest_of_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +158,7 @@ def test_kv_in_ram_has_the_configured_size() -> None:
     settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=0.5), sched=SchedSettings(max_rows=4))
     resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
     layout = KvLayout.of(2, 8, 128, 16, "float32", 4)
-    assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) == (GIB // 2) // layout.block_bytes
+    assert blocks_per_set(settings, resolved, layout, WorkingMemory(0, 0)) == [(GIB // 2) // layout.block_bytes]
 
 
 def test_more_kv_than_ram_is_rejected() -> None:
@@ -164,11 +166,11 @@ def test_more_kv_than_ram_is_rejected() -> None:
     settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=1e6))
     layout = KvLayout.of(2, 2, 16, 16, "float32", 4)
     with pytest.raises(ConfigError, match=r"ask for 1000000\.00 GiB of KV"):
-        num_blocks(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
+        blocks_per_set(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
 
 
 def test_kv_in_ram_holds_the_whole_context_of_a_single_row() -> None:
     settings = EngineSettings(device="cpu", sched=SchedSettings(max_rows=1), max_model_tokens=100)
     resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
     layout = KvLayout.of(2, 8, 128, 16, "float32", 4)
-    assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) * layout.block_tokens >= 100
+    assert blocks_per_set(settings, resolved, layout, WorkingMemory(0, 0))[0] * layout.block_tokens >= 100
