@@ -64,7 +64,8 @@ class GpuSteps:
         self._drafter = drafter or NoDrafter()
         queries = [*[num_heads] * len(kv.groups), draft_heads]
         shapes = [(heads, group.num_heads, group.width) for heads, group in zip(queries, kv.all_groups, strict=False)]
-        self._dense = DensePlans(kv.like, shapes)
+        most_dense = 0 if model.has_sinks else min((group.extent for group in kv.groups if group.extent), default=None)
+        self._dense = DensePlans(kv.like, shapes, most_dense)
         sizes = ([shape[:2] for shape in shapes], kv.layout.block_tokens, kv.like.dtype)
         self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
         if exact:
@@ -120,7 +121,7 @@ class GpuSteps:
             table = rows.tables[group.kv_set]
             token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, table, *sizes)
             where = (table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
-            spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form)
+            spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form, group.reach)
             groups.append(GroupInputs(slots, spans, group))
         num_groups, features = len(self._kv.groups), self._drafter.start()
         batch = ForwardBatch(token_ids, positions, tuple(groups[:num_groups]), *groups[num_groups:])

@@ -72,10 +72,10 @@ def build_inputs(
         found: list[SpanGroup | RowGroup] | GridSpans
         if grid_heads is not None:
             pages = group.pages(group.num_layers - 1)
-            found = grid_spans(shapes, slots, grid_heads, group.num_heads, pages, group.width)
+            found = grid_spans(shapes, slots, grid_heads, group.num_heads, pages, group.width, group.reach)
         else:
             sizes = (group.num_heads, layout.block_tokens)
-            found = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact)
+            found = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact, group.reach)
         return GroupInputs(_to_device(slots.ravel(), device), found, group)
 
     batch = ForwardBatch(

@@ -1,6 +1,6 @@
 """Builds a gateway from its settings: creates every component once and connects them.
 
-`build_gateway` opens only the ledger. `GatewayServer.start` listens and begins to watch the workers; `close` stops everything.
+`build_gateway` opens only the store. `GatewayServer.start` listens and begins to watch the workers; `close` stops everything.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.request_log import NoRequestLog, RequestLog
 from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
+from stoker.gateway.store.location import StoreLocation
+from stoker.gateway.store.store import Store
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
@@ -73,6 +75,7 @@ class GatewayServer:
     membership: Membership
     proxy: Proxy
     key_makers: PrefixKeyMakers
+    store: Store | None
     meter: Meter | NoMeter
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
@@ -115,10 +118,12 @@ class GatewayServer:
         await asyncio.to_thread(self.tracing.close)
         await asyncio.to_thread(self.request_log.close)
         await asyncio.to_thread(self.meter.close)
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
 
 
 def build_gateway(config: GatewayConfig) -> GatewayServer:
-    """Create all components of a gateway. Opens the ledger, but no sockets."""
+    """Create all components of a gateway. Opens the store, but no sockets of its own."""
     clock = time.monotonic
     admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
     metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
@@ -153,11 +158,13 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
     membership = Membership(fleet, load_book, watchers, upstreams, clock)
-    meter = _meter(config)
+    location = config.store_location
+    store = None if location is None else location.open()
+    meter = _meter(config, location, store)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock)
-    status = partial(_status, config, state, admission, meter, clock, clock())
+    status = partial(_status, config, location, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
     cors = CorsRules(config.listen.cors_origin)
@@ -176,7 +183,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             state=state,
             admin=AdminEndpoint(admin_token, view),
             metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
-            usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
+            usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
             hidden_tokens=config.meter.hidden_tokens,
@@ -198,7 +205,9 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
-    return GatewayServer(config, server, state, fleet, membership, proxy, key_makers, meter, request_log, tracing, tls)
+    return GatewayServer(
+        config, server, state, fleet, membership, proxy, key_makers, store, meter, request_log, tracing, tls
+    )
 
 
 def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | None:
@@ -207,9 +216,10 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
 
 
-def _meter(config: GatewayConfig) -> Meter | NoMeter:
-    path = config.meter.ledger
-    return NoMeter() if path is None else Meter(path, config.meter, PriceList(config.price))
+def _meter(config: GatewayConfig, location: StoreLocation | None, store: Store | None) -> Meter | NoMeter:
+    if location is None or store is None:
+        return NoMeter()
+    return Meter(store, location.slots_path, config.meter, PriceList(config.price))
 
 
 def _admission(
@@ -222,6 +232,7 @@ def _admission(
 
 def _status(
     config: GatewayConfig,
+    location: StoreLocation | None,
     state: GatewayState,
     admission: Admission,
     meter: Meter | NoMeter,
@@ -236,7 +247,7 @@ def _status(
         running_requests=state.num_running,
         waiting_requests=admission.num_waiting,
         policy=config.routing.policy,
-        ledger=None if meter.path is None else str(meter.path),
+        store=None if location is None else location.name,
         ledger_pending_rows=meter.pending,
     )
 

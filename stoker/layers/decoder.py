@@ -65,7 +65,7 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
     norm_eps: float
     rope: RopeConfig
-    rope_width: int  # values of a head that the rotary embedding turns
+    rope_width: int  # values of a head that the rotary embedding is applied to
     max_positions: int
     tie_embeddings: bool
     # how weights that are not plain are stored, by the name of their matmul
@@ -107,6 +107,7 @@ class DecoderLayer(nn.Module):
         """The layer for 8-bit weights on a CPU. First used after `pack`."""
         attention, mlp = self.attention, self.mlp
         assert isinstance(attention, Attention)
+        assert attention.is_plain, "these heads have no 8-bit kernels on a CPU"
         assert isinstance(mlp, GatedMlp), "experts have no 8-bit kernels on a CPU"
 
         def matmul(linear: Linear) -> Int8Matmul:
@@ -176,6 +177,10 @@ class Decoder(nn.Module):
         widest = max(layer.width for layer in self.layers if isinstance(layer, DecoderLayer))
         angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
         return (2 * hidden_size + widest) * self.norm.weight.itemsize + angles
+
+    @property
+    def has_sinks(self) -> bool:
+        return any(isinstance(module, Attention) and module.sinks is not None for module in self.modules())
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Convert the weights to the layout of the kernels. `int8` is the kernel for weights that may be requantised to

@@ -47,6 +47,12 @@ class Linear(StoredWeight):
         """Outputs and inputs."""
         return self.out_features, self.in_features
 
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Reorder the first outputs, once after loading and before `pack`: output i becomes what `rows[i]` was."""
+        self.reorder_rows(rows)
+        if self.bias is not None:
+            self.bias.data[: len(rows)] = self.bias.data[list(rows)]
+
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         packing = None if int8 is None else Int8Packing(int8, self._out_blocks, self._rotated_block)
         ready = self.ready(packing)

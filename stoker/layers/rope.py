@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,28 @@ from stoker.kernels.rope import rope_tables
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     theta: float
-    kind: str = "default"  # default, linear or llama3
+    kind: str = "default"  # default, linear, llama3 or yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    # YaRN: turns within the original context from which a frequency is kept, and below which it is stretched.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True  # YaRN: the frequencies between the two begin and end at whole numbers
+    table_scale: float = 1.0  # of cos and sin
+    rotated: int | None = None  # values of a head that are rotated, the first ones; None: all
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def inverse_frequencies(config: RopeConfig, width: int) -> Tensor:
+    """Return one frequency for each pair of a head's `width` values. Those that are not rotated have the frequency 0."""
+    rotated = width if config.rotated is None else config.rotated
+    found = _scaled_frequencies(config, rotated)
+    return torch.cat([found, torch.zeros((width - rotated) // 2)])
+
+
+def _scaled_frequencies(config: RopeConfig, width: int) -> Tensor:
+    plain = 1.0 / config.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if config.kind == "linear":
         return plain / config.factor
     if config.kind == "llama3":
@@ -32,7 +46,42 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         blend = (per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
         blend = blend.clamp(0, 1)
         return blend * plain + (1 - blend) * plain / config.factor
+    if config.kind == "yarn":
+        stretched = _yarn_blend(config, width)
+        return stretched * plain / config.factor + (1 - stretched) * plain
     return plain
+
+
+def _yarn_blend(config: RopeConfig, width: int) -> Tensor:
+    """Return how much of each frequency is stretched: from 0 for the fast ones to 1 for the slow ones."""
+
+    def index(turns: float) -> float:
+        """Return the frequency, as a real number, that makes this many turns within the original context."""
+        return width * math.log(config.original_positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = index(config.beta_fast), index(config.beta_slow)
+    if config.truncates:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    steps = torch.arange(width // 2, dtype=torch.float32) - first
+    return (steps / (last - first or 0.001)).clamp(0, 1)  # both are equal in a config with beta_fast = beta_slow
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """Return YaRN's scale of attention for contexts that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+@lru_cache(maxsize=64)
+def half_order(width: int, rotated: int, interleaved: bool) -> tuple[int, ...]:
+    """Return the order of a head's values in which those of a rotated pair are half a head apart, as rope() takes them.
+
+    `rotated` values are rotated, the first ones. The checkpoint's pairs are neighbours if `interleaved`, otherwise half of
+    `rotated` apart. Both q and k in this order have the same product as before.
+    """
+    half, kept = rotated // 2, range(rotated, width)
+    first, second = (range(0, rotated, 2), range(1, rotated, 2)) if interleaved else (range(half), range(half, rotated))
+    return (*first, *kept[: len(kept) // 2], *second, *kept[len(kept) // 2 :])
 
 
 class Rope(nn.Module):
@@ -44,7 +93,8 @@ class Rope(nn.Module):
         if device.type == "meta":  # torch imports its compiler for arithmetic on meta tensors, which takes a second
             cos = sin = torch.empty(num_positions, head_dim, dtype=dtype)
         else:
-            cos, sin = rope_tables(inverse_frequencies(config, head_dim).to(device), num_positions, 1.0, dtype)
+            frequencies = inverse_frequencies(config, head_dim).to(device)
+            cos, sin = rope_tables(frequencies, num_positions, config.table_scale, dtype)
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", cos, persistent=False)

@@ -10,16 +10,23 @@ from stoker.base.errors import ModelFilesError
 from stoker.layers.attention import AttentionConfig
 from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.mlp import MlpConfig
-from stoker.layers.moe import MoeConfig
+from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
 from stoker.layers.quant import PLAIN, Grouped, Int4, Stored
-from stoker.layers.rope import RopeConfig
+from stoker.layers.rope import RopeConfig, yarn_scale
 from stoker.models.family import ModelShape, Rule, field
 from stoker.models.quantisation import matmul_rules, read_quantisation
 
 
-def read_config(hf: Mapping[str, Any], layer: Callable[[int], LayerConfig]) -> DecoderConfig:
+def read_config(
+    hf: Mapping[str, Any],
+    layer: Callable[[int], LayerConfig],
+    *,
+    rope_width: int | None = None,
+    rotated: int | None = None,
+) -> DecoderConfig:
     """Return the decoder that config.json describes, without quantisation (`with_stored`). `layer` returns the
-    configuration of a layer by its number. Raises ModelFilesError for what is not supported."""
+    configuration of a layer by its number. The rotary embedding is applied to `rope_width` values, by default to whole
+    heads, and turns the first `rotated` of them, by default all. Raises ModelFilesError for what is not supported."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelFilesError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
@@ -29,8 +36,8 @@ def read_config(hf: Mapping[str, Any], layer: Callable[[int], LayerConfig]) -> D
         hidden_size=field(hf, "hidden_size", int),
         layers=tuple(map(layer, range(field(hf, "num_hidden_layers", int)))),
         norm_eps=field(hf, "rms_norm_eps", float),
-        rope=read_rope(hf, max_positions),
-        rope_width=read_head_dim(hf),
+        rope=read_rope(hf, max_positions, rotated),
+        rope_width=rope_width or read_head_dim(hf),
         max_positions=max_positions,
         tie_embeddings=field(hf, "tie_word_embeddings", bool, False),
     )
@@ -42,8 +49,9 @@ def read_head_dim(hf: Mapping[str, Any]) -> int:
     return int(field(hf, "hidden_size", int) // field(hf, "num_attention_heads", int))
 
 
-def read_attention(hf: Mapping[str, Any], *, qk_norm: bool) -> AttentionConfig:
-    """Return the grouped-query attention that config.json describes, the same for all layers."""
+def read_attention(hf: Mapping[str, Any], *, qk_norm: bool, rotated: int | None = None) -> AttentionConfig:
+    """Return the grouped-query attention that config.json describes, the same for all layers. `rotated`: see
+    `read_rotated`."""
     num_heads = field(hf, "num_attention_heads", int)
     config = AttentionConfig(
         num_heads=num_heads,
@@ -51,6 +59,7 @@ def read_attention(hf: Mapping[str, Any], *, qk_norm: bool) -> AttentionConfig:
         head_dim=read_head_dim(hf),
         bias=field(hf, "attention_bias", bool, False),
         qk_norm_eps=field(hf, "rms_norm_eps", float) if qk_norm else None,
+        rotated=rotated,
     )
     if config.num_heads % config.num_kv_heads:
         raise ModelFilesError(
@@ -63,6 +72,39 @@ def read_attention(hf: Mapping[str, Any], *, qk_norm: bool) -> AttentionConfig:
 
 def read_mlp(hf: Mapping[str, Any]) -> MlpConfig:
     return MlpConfig(field(hf, "intermediate_size", int), field(hf, "mlp_bias", bool, False))
+
+
+def read_count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """Return a field that may be 0."""
+    return 0 if hf.get(name) == 0 else int(field(hf, name, int, default)) if hf.get(name) is not None else default
+
+
+def read_sigmoid_routing(hf: Mapping[str, Any], num_experts: int) -> Routing:
+    """Return the routing with sigmoid scores and a correction, perhaps within groups."""
+    top_k = field(hf, "num_experts_per_tok", int)
+    num_groups, top_groups = field(hf, "n_group", int, 1), field(hf, "topk_group", int, 1)
+    if not 0 < top_k <= num_experts:
+        raise ModelFilesError(f"config.json: num_experts_per_tok is {top_k}, of {num_experts} experts")
+    if num_experts % num_groups or not 0 < top_groups <= num_groups <= MAX_GROUPS:
+        raise ModelFilesError(
+            f"config.json: n_group is {num_groups} and topk_group {top_groups}, of {num_experts} experts: they must be equal "
+            f"groups, at most {MAX_GROUPS}"
+        )
+    each = num_experts // num_groups
+    if num_groups > 1 and (each < 2 or top_k > top_groups * each):
+        raise ModelFilesError(
+            f"config.json: {top_groups} groups of {each} experts (topk_group, n_group) are too few for num_experts_per_tok "
+            f"{top_k}; a group has at least 2"
+        )
+    return Routing(
+        top_k,
+        "sigmoid",
+        renormalises=field(hf, "norm_topk_prob", bool, True),
+        scaling=field(hf, "routed_scaling_factor", float, 1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        correction=True,
+    )
 
 
 def model_shape(config: DecoderConfig, attention: AttentionConfig) -> ModelShape:
@@ -79,9 +121,10 @@ def model_shape(config: DecoderConfig, attention: AttentionConfig) -> ModelShape
     )
 
 
-def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def read_rope(hf: Mapping[str, Any], max_positions: int, rotated: int | None = None) -> RopeConfig:
     """Read the rotary embedding settings. New configs use rope_parameters, old ones rope_theta and rope_scaling. A
-    config that has both must agree, so that a scaling added by hand is not ignored."""
+    config that has both must agree, so that a scaling added by hand is not ignored. `rotated`: see `read_rotated`;
+    None: the family rotates whole heads."""
     scalings = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
     for name, scaling in scalings.items():
         if not isinstance(scaling, Mapping):
@@ -91,12 +134,27 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     ropes = [_scaled_rope(scaling, theta, max_positions) for scaling in scalings.values()] or [RopeConfig(theta)]
     if ropes[0] != ropes[-1]:
         raise ModelFilesError("config.json: rope_parameters and rope_scaling disagree; keep one of them")
-    for place in (*scalings.values(), hf):
-        if (part := field(place, "partial_rotary_factor", float, 1.0)) != 1.0:
-            raise ModelFilesError(
-                f"config.json: partial_rotary_factor {part} is not supported: whole heads are rotated"
-            )
-    return ropes[0]
+    if rotated is None and (factor := _partial_rotary_factor(hf)) != 1.0:
+        raise ModelFilesError(f"config.json: partial_rotary_factor {factor} is not supported: whole heads are rotated")
+    return replace(ropes[0], rotated=rotated)
+
+
+def read_rotated(hf: Mapping[str, Any]) -> int:
+    """Return how many values of a head are rotated, the first ones, in a family that may rotate a part of them."""
+    head_dim, factor = read_head_dim(hf), _partial_rotary_factor(hf)
+    rotated = int(field(hf, "rotary_dim", int, max(1, int(head_dim * factor))))
+    if rotated > head_dim or rotated % 2 or (head_dim - rotated) % 2:
+        raise ModelFilesError(
+            f"config.json: {rotated} of a head's {head_dim} values would be rotated (partial_rotary_factor, rotary_dim); "
+            "it must be an even number"
+        )
+    return rotated
+
+
+def _partial_rotary_factor(hf: Mapping[str, Any]) -> float:
+    places = (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, hf)
+    factors = [field(place, "partial_rotary_factor", float, 1.0) for place in places]
+    return float(next((factor for factor in factors if factor != 1.0), 1.0))
 
 
 def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -> RopeConfig:
@@ -118,7 +176,33 @@ def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -
             field(scaling, "high_freq_factor", float),
             field(scaling, "original_max_position_embeddings", int, max_positions),
         )
-    raise ModelFilesError(f"config.json: rope type {kind!r} is not supported, only default, linear and llama3")
+    if kind == "yarn":
+        return _yarn_rope(scaling, theta, max_positions)
+    raise ModelFilesError(f"config.json: rope type {kind!r} is not supported, only default, linear, llama3 and yarn")
+
+
+def _yarn_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -> RopeConfig:
+    original = field(scaling, "original_max_position_embeddings", int, max_positions)
+    factor = field(scaling, "factor", float, max_positions / original)
+    mscale, mscale_all_dim = (_optional(scaling, name) for name in ("mscale", "mscale_all_dim"))
+    table_scale = yarn_scale(factor)
+    if mscale and mscale_all_dim:
+        table_scale = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_positions=original,
+        beta_fast=field(scaling, "beta_fast", float, 32.0),
+        beta_slow=field(scaling, "beta_slow", float, 1.0),
+        truncates=field(scaling, "truncate", bool, True),
+        table_scale=field(scaling, "attention_factor", float, table_scale),
+    )
+
+
+def _optional(fields: Mapping[str, Any], name: str) -> float:
+    """Return a factor that may be missing or 0: both mean none."""
+    return float(field(fields, name, float)) if fields.get(name) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +221,13 @@ class WeightNames:
     `prefix` comes before all names. A layer's methods get the names of the layer in the checkpoint (`src`) and in the
     model (`dst`), both with a dot at the end.
     """
+
+    mlp = "mlp"
+    experts = "mlp.experts"
+    gate_proj, up_proj, down_proj = "gate_proj", "up_proj", "down_proj"  # of one expert
+    router = "mlp.gate.weight"
+    shared_expert = "mlp.shared_experts"
+    correction = "mlp.gate.e_score_correction_bias"
 
     def __init__(self, config: DecoderConfig, prefix: str = "") -> None:
         self._config = config
@@ -187,28 +278,37 @@ class WeightNames:
         q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
         qkv = {f"{src}self_attn.{x}_proj": kv_size if x in "kv" else q_size for x in "qkv"}
         yield Matmul(f"{dst}attention.qkv", qkv, self._hidden_size, attention.bias)
-        yield Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": self._hidden_size}, q_size, attention.bias)
+        has_bias = attention.bias if attention.out_bias is None else attention.out_bias
+        yield Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": self._hidden_size}, q_size, has_bias)
 
     def mlp_matmuls(self, mlp: Any, src: str, dst: str) -> Iterator[Matmul]:
         hidden_size, width = self._hidden_size, mlp.intermediate_size
         if isinstance(mlp, MoeConfig):
-            experts = [f"{src}mlp.experts.{i}." for i in range(mlp.num_experts)]
-            gate_up = {f"{expert}{x}_proj": width for expert in experts for x in ("gate", "up")}
-            yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
-            yield Matmul(f"{dst}mlp.down", {f"{expert}down_proj": hidden_size for expert in experts}, width)
+            if not mlp.fused:
+                experts = [f"{src}{self.experts}.{i}." for i in range(mlp.num_experts)]
+                gate_up = {f"{expert}{x}": width for expert in experts for x in (self.gate_proj, self.up_proj)}
+                yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
+                yield Matmul(f"{dst}mlp.down", {f"{expert}{self.down_proj}": hidden_size for expert in experts}, width)
+            if mlp.shared is not None:
+                yield from self._gated_matmuls(mlp.shared, f"{src}{self.shared_expert}.", f"{dst}mlp.shared.")
             return
         assert isinstance(mlp, MlpConfig)
-        gate_up = {f"{src}mlp.{x}_proj": width for x in ("gate", "up")}
-        yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size, mlp.bias)
-        yield Matmul(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, width, mlp.bias)
+        yield from self._gated_matmuls(mlp, f"{src}{self.mlp}.", f"{dst}mlp.")
+
+    def _gated_matmuls(self, mlp: MlpConfig, src: str, dst: str) -> Iterator[Matmul]:
+        gate_up = {f"{src}{x}_proj": mlp.intermediate_size for x in ("gate", "up")}
+        yield Matmul(f"{dst}gate_up", gate_up, self._hidden_size, mlp.bias)
+        yield Matmul(f"{dst}down", {f"{src}down_proj": self._hidden_size}, mlp.intermediate_size, mlp.bias)
 
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         """Return the rules of the parameters that are not in matmuls."""
         yield Rule(f"{src}input_layernorm.weight", f"{dst}attention_norm.weight")
         yield Rule(f"{src}post_attention_layernorm.weight", f"{dst}mlp_norm.weight")
         if isinstance(layer.mlp, MoeConfig):
-            yield Rule(f"{src}mlp.gate.weight", f"{dst}mlp.router")
-        if isinstance(layer.attention, AttentionConfig) and layer.attention.qk_norm_eps is not None:
+            yield Rule(f"{src}{self.router}", f"{dst}mlp.router")
+            if layer.mlp.routing.correction:
+                yield Rule(f"{src}{self.correction}", f"{dst}mlp.correction")
+        if isinstance(layer.attention, AttentionConfig) and layer.attention.has_norm_weights:
             for x in "qk":
                 yield Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight")
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from stoker.base import garbage
 from stoker.base.errors import ModelFilesError
 from stoker.base.registry import Registry
 from stoker.kv.blocks.layout import KvGroup
@@ -18,14 +19,24 @@ from stoker.layers.quant import Int8Kernel
 
 
 @dataclass(frozen=True, slots=True)
+class SourceSlice:
+    """The part of a checkpoint tensor that a rank takes: `count` entries of an axis, from `first` on."""
+
+    axis: int
+    first: int
+    count: int
+
+
+@dataclass(slots=True)  # not frozen, for speed: large models have 200,000 of them
 class Rule:
-    """The checkpoint tensor `source` fills rows [first, first + count) of the parameter `target`; count None means all
-    rows."""
+    """The checkpoint tensor `source`, or the slice `cut` of it, fills rows [first, first + count) of the parameter
+    `target`; count None means all rows."""
 
     source: str
     target: str
     first: int = 0
     count: int | None = None
+    cut: SourceSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,10 @@ class Model(Protocol):
     def bytes_per_token(self) -> int:
         """Upper bound of a forward pass's memory per token, beside weights and KV."""
 
+    @property
+    def has_sinks(self) -> bool:
+        """True if the attention of some layer has sinks (kernels/attention.py)."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def buffers(self) -> Iterator[Tensor]: ...
@@ -74,7 +89,8 @@ class ModelFamily(Protocol):
     shape: ModelShape
     kv_groups: tuple[KvGroup, ...]
     rules: list[Rule]
-    ignored: frozenset[str]  # checkpoint tensors that are known and not loaded
+    # Checkpoint tensors that are known and not loaded. A name that ends with a dot stands for all that begin with it.
+    ignored: frozenset[str]
 
     def __init__(self, hf: Mapping[str, Any]) -> None: ...
 
@@ -90,7 +106,8 @@ def family_of(hf: Mapping[str, Any], where: str) -> ModelFamily:
     architectures = hf.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name in MODELS:
-            return MODELS.get(name)(hf)
+            with garbage.paused():  # a family may have a rule for each of 200,000 tensors
+                return MODELS.get(name)(hf)
     raise ModelFilesError(
         f"{where}: architectures {architectures!r} are not supported; supported are: {', '.join(MODELS)}",
         code="unknown_architecture",

@@ -28,6 +28,14 @@ class Llama:
                 "original_max_position_embeddings": 64,
             }
         },
+        "llama-yarn": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
     }
     _qk_norm = False
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from itertools import chain
+from functools import cached_property
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
@@ -55,8 +55,13 @@ class Names:
         return cls(parts=parts)
 
     def has(self, module: str) -> bool:
-        if module in self.exact or any(pattern.match(module) for pattern in self.patterns):
+        if module in self.exact:
             return True
+        for pattern in self.patterns:
+            if pattern.match(module):
+                return True
+        if not self.parts:
+            return False
         words = module.split(".")
         for number, word in enumerate(words, 1):
             if word in self.parts and any(
@@ -74,7 +79,7 @@ class Group:
     stored: Stored
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: they would exclude cached properties
 class Quantisation:
     groups: tuple[Group, ...] = ()
     ignored: Names = dataclass_field(default_factory=Names)
@@ -85,10 +90,18 @@ class Quantisation:
             return PLAIN
         # An exact name takes precedence over an expression, and an expression over "Linear", whatever the order of the
         # groups.
-        named = (group.stored for group in self.groups if module in group.targets.exact)
-        matched = (group.stored for group in self.groups if group.targets.has(module))
-        others = (group.stored for group in self.groups if "Linear" in group.targets.exact)
-        return next(chain(named, matched, others), PLAIN)
+        for group in self.groups:
+            if module in group.targets.exact:
+                return group.stored
+        for group in self.groups:
+            if group.targets.has(module):
+                return group.stored
+        return self._other
+
+    @cached_property
+    def _other(self) -> Stored:
+        """How linear modules are stored that no group names."""
+        return next((group.stored for group in self.groups if "Linear" in group.targets.exact), PLAIN)
 
     def stored_by_name(self, module: str) -> Stored:
         """Return how a module that is not linear is stored: it must be listed by its name."""
@@ -98,7 +111,7 @@ class Quantisation:
         """Return how modules are stored that are fused into one matmul here. They must be stored alike."""
         first = self.stored_as(modules[0])
         for module in modules[1:]:
-            if self.stored_as(module) != first:
+            if (stored := self.stored_as(module)) is not first and stored != first:
                 raise ModelFilesError(
                     f"config.json: quantization_config treats {modules[0]} and {module} differently; "
                     "they are fused into one matmul here"
@@ -136,16 +149,16 @@ def matmul_rules(
 ) -> list[Rule]:
     """Return the rules for the matmul `target`, which fuses the modules `sources`; `parts` has the outputs of each."""
     rules: list[Rule] = []
-    firsts: dict[str, int] = {}
     rows_of = {
         part: {name: tensor.shape[0] for name, tensor in stored.tensors(part, num_ins).items()} for part in set(parts)
     }
-    for source, part in zip(sources, parts, strict=True):
-        rows = rows_of[part]
-        for name, count in (rows | {"bias": part} if bias else rows).items():
-            first = firsts.get(name, 0)
-            firsts[name] = first + count
-            rules.append(Rule(f"{source}.{name}", f"{target}.{name}", first, None if len(parts) == 1 else count))
+    names = [*rows_of[parts[0]], *(["bias"] if bias else [])]
+    for name in names:
+        place, first = f"{target}.{name}", 0
+        for source, part in zip(sources, parts, strict=True):
+            count = part if name == "bias" else rows_of[part][name]
+            rules.append(Rule(f"{source}.{name}", place, first, None if len(parts) == 1 else count))
+            first += count
     return rules
 
 

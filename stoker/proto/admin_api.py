@@ -20,7 +20,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     running_requests: int = 0
     waiting_requests: int = 0
     policy: str = ""
-    ledger: str | None = None  # the file of the usage ledger
+    store: str | None = None  # the file or URL of the store
     ledger_pending_rows: int = 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.reach import Reach
+from stoker.kv.blocks.reach import KvReach
 from stoker.kv.blocks.transfer import KvLoad, LoadResult, LocalLoad
 from stoker.sched.block_sets import BlockSets
 from stoker.sched.sequence import Sequence
@@ -84,7 +84,7 @@ class PendingLoads:
         return FinishedLoad(seq, num_computed, new_tokens - pulled_tokens, pulled_tokens, unfilled, failed)
 
 
-def first_leased(reach: Reach, num_tokens: int, block_tokens: int) -> int:
+def first_leased(reach: KvReach, num_tokens: int, block_tokens: int) -> int:
     """Return the number of the first block that a lease on `num_tokens` tokens has in a KV set.
 
     The worker that continues computes its last known token again, and that may be the last token of the lease.

@@ -18,7 +18,8 @@ from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.completions import CompletionRequest
 from stoker.proto.openai.fields import GenerationFields, ResponseFormat
 from stoker.proto.openai.responses import ResponsesRequest
-from stoker.text.openai_messages import input_messages, template_messages
+from stoker.text.openai_messages import template_messages
+from stoker.text.response_items import input_messages
 from stoker.text.template import ChatTemplate
 from stoker.text.tools import ToolPlan
 

@@ -1,4 +1,4 @@
-"""Check the messages of a chat request or the input of a Responses request, and convert them to dicts for `ChatTemplate`."""
+"""Check the messages of a chat request and convert them to dicts for `ChatTemplate`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import Message
 from stoker.proto.openai.fields import ContentPart
-from stoker.proto.openai.responses import InputItem, ResponsesRequest
 from stoker.proto.openai.tools import CalledFunction, PastToolCall
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ITEM_ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -25,23 +23,6 @@ def template_messages(messages: list[Message] | None) -> list[dict[str, Any]]:
         raise InvalidRequest("Invalid 'messages': empty array. Expected at least one message.", param="messages")
     call_ids: set[str] = set()
     return [_template_message(message, f"messages[{i}]", call_ids) for i, message in enumerate(messages)]
-
-
-def input_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the input of a Responses request as messages."""
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if body.input is None:
-        raise InvalidRequest("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    if not body.input:
-        raise InvalidRequest("Invalid 'input': empty array. Expected at least one item.", param="input")
-    call_ids: set[str] = set()
-    for i, item in enumerate(body.input):
-        _add_item(item, f"input[{i}]", messages, call_ids)
-    return messages
 
 
 def text_of(content: str | list[ContentPart], place: str) -> str:
@@ -134,49 +115,3 @@ def _answered_call(call_id: str | None, place: str, call_ids: set[str]) -> str:
             param=place,
         )
     return call_id
-
-
-def _add_item(item: InputItem, place: str, messages: list[dict[str, Any]], call_ids: set[str]) -> None:
-    match item.type or "message":
-        case "message":
-            role = _required(item.role, f"{place}.role")
-            if role not in _ITEM_ROLES:
-                raise InvalidRequest(
-                    f"Invalid value for '{place}.role': '{role}'. Supported values are: "
-                    + ", ".join(f"'{name}'" for name in _ITEM_ROLES)
-                    + ".",
-                    param=f"{place}.role",
-                )
-            content = text_of(_required(item.content, f"{place}.content"), f"{place}.content")
-            messages.append({"role": role, "content": content})
-        case "function_call":
-            call_id = _required(item.call_id, f"{place}.call_id")
-            function = {"name": _required(item.name, f"{place}.name"), "arguments": item.arguments or ""}
-            # The calls of one turn are separate items here, but one message for a template.
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
-            call_ids.add(call_id)
-        case "function_call_output":
-            call_id = _required(item.call_id, f"{place}.call_id")
-            if call_id not in call_ids:
-                raise InvalidRequest(
-                    f"Invalid value for '{place}.call_id': '{call_id}' is not the call_id of an earlier function_call item.",
-                    param=f"{place}.call_id",
-                )
-            output = text_of(_required(item.output, f"{place}.output"), f"{place}.output")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        case "reasoning":
-            return  # templates do not show the reasoning of earlier turns
-        case other:
-            raise InvalidRequest(
-                f"Invalid value for '{place}.type': '{other}'. Supported values are: 'message', 'function_call', "
-                "'function_call_output' and 'reasoning'.",
-                param=f"{place}.type",
-            )
-
-
-def _required(value: Any, place: str) -> Any:
-    if value is None:
-        raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place, code="missing_required_parameter")
-    return value

@@ -1,4 +1,4 @@
-"""Check the tools of a request and its tool choice, for the chat and the Responses API."""
+"""Check the tools of a chat request and its tool choice. `response_tools.py` does it for the Responses API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import ChatRequest
-from stoker.proto.openai.responses import ResponsesRequest
 from stoker.proto.openai.tools import Function, FunctionName, Tool, ToolChoice, ToolReference
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -39,11 +38,11 @@ class ToolPlan:
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
     """Return the tools of a chat request, or its `functions`, the older form of the same."""
     if request.functions is None and request.function_call is None:
-        return _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+        return plan_tools(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
     if request.tools:
         raise InvalidRequest("Give either 'tools' or 'functions', which is their older form.", param="functions")
-    functions = [_checked(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
-    return _plan(functions, _older_choice(request.function_call), False, max_tools, "function_call")
+    functions = [checked_function(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
+    return plan_tools(functions, _older_choice(request.function_call), False, max_tools, "function_call")
 
 
 def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
@@ -52,7 +51,7 @@ def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
 
 def offered_tools(tools: list[Tool] | None, max_tools: int) -> ToolPlan:
     """Return the plan for tools with tool_choice "auto"."""
-    return _plan(_chat_functions(tools), None, None, max_tools)
+    return plan_tools(_chat_functions(tools), None, None, max_tools)
 
 
 def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
@@ -62,26 +61,11 @@ def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
             raise _unsupported(tool.type, f"tools[{i}].type")
         if tool.function is None:
             raise InvalidRequest(f"Missing required parameter: 'tools[{i}].function'.", param=f"tools[{i}].function")
-        functions.append(_checked(tool.function, f"tools[{i}].function"))
+        functions.append(checked_function(tool.function, f"tools[{i}].function"))
     return functions
 
 
-def responses_tools(request: ResponsesRequest, max_tools: int) -> ToolPlan:
-    """Return the tools of a Responses request."""
-    functions = []
-    for i, tool in enumerate(request.tools or ()):
-        if tool.type != "function":
-            raise _unsupported(tool.type, f"tools[{i}].type")
-        if tool.name is None:
-            raise InvalidRequest(f"Missing required parameter: 'tools[{i}].name'.", param=f"tools[{i}].name")
-        function = Function(
-            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-        )
-        functions.append(_checked(function, f"tools[{i}]"))
-    return _plan(functions, request.tool_choice, request.parallel_tool_calls, max_tools)
-
-
-def _checked(function: Function, place: str) -> dict[str, Any]:
+def checked_function(function: Function, place: str) -> dict[str, Any]:
     if not _NAME.fullmatch(function.name):
         raise InvalidRequest(
             f"Invalid '{place}.name': {function.name[:80]!r}. Expected 1 to 128 letters, digits, '_', '-' or '.'.",
@@ -103,7 +87,7 @@ def _checked(function: Function, place: str) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _plan(
+def plan_tools(
     offered: list[dict[str, Any]],
     choice: str | ToolChoice | None,
     parallel: bool | None,
@@ -123,7 +107,7 @@ def _plan(
             mode, allowed = "none", []
         case "required":
             mode, allowed = "required", offered
-        case ToolChoice(type="function"):
+        case ToolChoice(type="function" | "custom"):
             name = choice.function.name if choice.function is not None else choice.name
             place = f"{param}.function.name" if choice.function is not None else f"{param}.name"
             mode, allowed, parallel = "named", [_named(offered, name, place, param)], False

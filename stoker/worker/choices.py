@@ -42,6 +42,7 @@ class GenerationOptions:
     keep_special_tokens: bool = False  # a parser needs them in the text
     prediction: tuple[int, ...] = ()  # the tokens that the client expects
     hides_reasoning: bool = False
+    drops_oldest: bool = False  # the oldest turns of a conversation that does not fit the context are dropped
     fits_context: bool = False  # a larger `max_tokens` means the rest of the context, and is no error
 
 

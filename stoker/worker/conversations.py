@@ -17,6 +17,7 @@ from stoker.worker.generate import Choice
 from stoker.worker.ids import AnswerIds
 from stoker.worker.output import AllowedCalls, NoTools, OutputParser, ReasonedOutput
 from stoker.worker.prompts import TokenizedPrompt, given_prompt, render_off_loop, truncated
+from stoker.worker.truncation import render_newest
 
 _CALL_ID_CHARS = 29  # the length of OpenAI's ids of tool calls
 _END_TOKENS = 64  # at the end of a prompt: longer than any tag that opens the reasoning
@@ -51,7 +52,11 @@ async def prepare_conversation(
         options = replace(options, prompt_param="prompt_token_ids")
     else:
         stable = stable_conversation(conversation(constrained), context.config.volatile_lines)
-        prompt = await render_off_loop(context, stable, bool(body.add_special_tokens))
+        specials = bool(body.add_special_tokens)
+        if options.drops_oldest:
+            prompt = await render_newest(context, stable, options.max_tokens, specials)
+        else:
+            prompt = await render_off_loop(context, stable, specials)
     prompt = truncated(prompt, body, options.max_tokens, context.limits)
     ids = AnswerIds.of(setup.request_id, setup.created, prompt.token_ids)
     # The grammar of a constrained answer holds from its first token on, so there is no reasoning.

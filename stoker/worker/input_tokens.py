@@ -10,7 +10,7 @@ from aiohttp import web
 from stoker.proto.openai.fields import GenerationFields
 from stoker.proto.openai.responses import InputTokenCount, ResponsesRequest
 from stoker.text.conversation import Conversation, is_constrained, responses_conversation, stable_conversation
-from stoker.text.tools import responses_tools
+from stoker.text.response_tools import responses_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.guard import check_fields
 from stoker.worker.prompts import given_prompt, render_off_loop
@@ -23,7 +23,7 @@ async def count_response_input(request: web.Request) -> web.Response:
     check_fields(request, body)
     context.served_model(body.model)
     refuse_unsupported(body)
-    tools = responses_tools(body, context.config.max_tools)
+    tools = responses_tools(body, context.config.max_tools).plan
     constrained = is_constrained(body, body.text.format if body.text else None, tools)
     count = await num_prompt_tokens(context, body, lambda: responses_conversation(body, tools, constrained))
     return web.Response(body=msgspec.json.encode(InputTokenCount(input_tokens=count)), content_type="application/json")

@@ -14,9 +14,10 @@ from stoker.proto.internal_http import RESPONSES_PATH
 from stoker.proto.openai.errors import HttpError
 from stoker.proto.openai.fields import ResponseFormat
 from stoker.proto.openai.responses import ReasoningConfig, ResponseEvent, ResponseObject, ResponsesRequest, TextConfig
+from stoker.proto.openai.tools import CLIENT_TOOLS
 from stoker.proto.sse import encode_event
 from stoker.text.conversation import responses_conversation
-from stoker.text.tools import responses_tools
+from stoker.text.response_tools import responses_tools
 from stoker.worker.choices import GenerationOptions, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.conversations import prepare_conversation
@@ -69,12 +70,16 @@ async def prepare_response(setup: AnswerSetup, body: ResponsesRequest) -> Respon
         max_tokens_param="max_output_tokens",
         num_logprobs=(body.top_logprobs or 0) if with_logprobs else None,
         constraint=resolve_constraint(body, body.text.format if body.text else None, "text.format"),
+        drops_oldest=body.truncation == "auto",
     )
     prepared = await prepare_conversation(
-        setup, body, options, tools, lambda constrained: responses_conversation(body, tools, constrained)
+        setup, body, options, tools.plan, lambda constrained: responses_conversation(body, tools.plan, constrained)
     )
     response = _response_object(setup, body, prepared.ids.make("resp_"))
-    writer = ResponseWriter(response, context.text.tokenizer.token_bytes, prepared.ids)
+    encodes_reasoning = "reasoning.encrypted_content" in (body.include or ())
+    writer = ResponseWriter(
+        response, context.text.tokenizer.token_bytes, prepared.ids, tools.by_name, encodes_reasoning=encodes_reasoning
+    )
     num_sent = body.resume.events if body.resume is not None else None
     return ResponseAnswer(setup, prepared.choices, writer, num_sent)
 
@@ -104,15 +109,17 @@ def _response_object(setup: AnswerSetup, body: ResponsesRequest, answer_id: str)
         created_at=setup.created,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
         model=setup.model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=body.reasoning or ReasoningConfig(),
         temperature=1.0 if body.temperature is None else body.temperature,
         text=TextConfig(format=(body.text and body.text.format) or ResponseFormat(type="text")),
         tool_choice=body.tool_choice or "auto",
-        tools=body.tools or [],
+        tools=[tool for tool in body.tools or () if tool.type in CLIENT_TOOLS],
         top_logprobs=body.top_logprobs or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
+        truncation=body.truncation or "disabled",
         user=body.user,
         metadata=body.metadata or {},
     )

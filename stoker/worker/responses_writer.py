@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
 from stoker.proto.openai.responses import (
@@ -18,7 +20,10 @@ from stoker.proto.openai.responses import (
     ResponseStatus,
     ResponseUsage,
 )
+from stoker.text.custom_input import CustomInput
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
+from stoker.text.reasoning_items import encode_reasoning
+from stoker.text.response_tools import CallableTool
 from stoker.worker.generate import AnswerPiece
 from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import TokenBytes, content_logprobs
@@ -30,10 +35,25 @@ class ResponseWriter:
     One item is open at a time. A delta of another kind, or of another call, closes it.
     """
 
-    def __init__(self, response: ResponseObject, token_bytes: TokenBytes, ids: AnswerIds) -> None:
+    def __init__(
+        self,
+        response: ResponseObject,
+        token_bytes: TokenBytes,
+        ids: AnswerIds,
+        tools: Mapping[str, CallableTool],
+        *,
+        encodes_reasoning: bool = False,
+    ) -> None:
+        """`tools` are those of the request, by the name that the model calls them.
+
+        `encodes_reasoning`: reasoning items carry `encrypted_content`, which a stateless client sends back.
+        """
         self.response = response
         self._token_bytes = token_bytes
         self._ids = ids
+        self._tools = tools
+        self._encodes_reasoning = encodes_reasoning
+        self._custom_input = CustomInput()  # of the open custom tool call
         self._number = 0
         self._open: ResponseItem | None = None
         self._texts: list[str] = []  # of the open item
@@ -66,8 +86,7 @@ class ResponseWriter:
                 case ToolCallStart():
                     events += self._call(delta)
                 case ToolArgumentsDelta() if delta.index == self._call_index:
-                    self._texts.append(delta.text)
-                    events.append(self._of_item("response.function_call_arguments.delta", delta=delta.text))
+                    events += self._arguments(delta.text)
         return events
 
     def finish(self, reason: Literal["stop", "length"], usage: UsageReport) -> list[ResponseEvent]:
@@ -107,10 +126,24 @@ class ResponseWriter:
 
     def _call(self, start: ToolCallStart) -> list[ResponseEvent]:
         self._call_index = start.index
-        item = ResponseItem(
-            id=self._new_id("fc_"), type="function_call", call_id=start.call_id, name=start.name, arguments=""
-        )
-        return self._begin(item)
+        tool = self._tools.get(start.name, CallableTool("function", start.name))
+        named: dict[str, Any] = {"call_id": start.call_id, "name": tool.name, "namespace": tool.namespace or UNSET}
+        if tool.kind == "function":
+            return self._begin(ResponseItem(id=self._new_id("fc_"), type="function_call", arguments="", **named))
+        self._custom_input = CustomInput()
+        return self._begin(ResponseItem(id=self._new_id("ctc_"), type="custom_tool_call", input="", **named))
+
+    def _arguments(self, text: str) -> list[ResponseEvent]:
+        if self._open is not None and self._open.type == "custom_tool_call":
+            return self._custom_delta(self._custom_input.push(text))
+        self._texts.append(text)
+        return [self._of_item("response.function_call_arguments.delta", delta=text)]
+
+    def _custom_delta(self, text: str) -> list[ResponseEvent]:
+        if not text:
+            return []
+        self._texts.append(text)
+        return [self._of_item("response.custom_tool_call_input.delta", delta=text)]
 
     def _begin(self, item: ResponseItem) -> list[ResponseEvent]:
         events = self._close("completed")
@@ -120,24 +153,31 @@ class ResponseWriter:
         return events
 
     def _close(self, status: ResponseStatus) -> list[ResponseEvent]:
-        item, text = self._open, "".join(self._texts)
+        item = self._open
         if item is None:
             return []
-        events = []
-        if item.type == "function_call":
-            item.arguments = text
-            name = "response.function_call_arguments.done"
-            events.append(self._of_item(name, name=item.name, arguments=text))
-        elif item.type == "message":
-            part = _output_text(text, self._logprobs)
-            item.content = [part]
-            events.append(self._of_part("response.output_text.done", text=text, logprobs=self._logprobs))
-            events.append(self._of_part("response.content_part.done", part=part))
-        else:
-            part = ResponsePart(type="reasoning_text", text=text)
-            item.content = [part]
-            events.append(self._of_part("response.reasoning_text.done", text=text))
-            events.append(self._of_part("response.content_part.done", part=part))
+        events = self._custom_delta(self._custom_input.flush()) if item.type == "custom_tool_call" else []
+        text = "".join(self._texts)
+        match item.type:
+            case "function_call":
+                item.arguments = text
+                name = "response.function_call_arguments.done"
+                events.append(self._of_item(name, name=item.name, arguments=text))
+            case "custom_tool_call":
+                item.input = text
+                events.append(self._of_item("response.custom_tool_call_input.done", input=text))
+            case "message":
+                part = _output_text(text, self._logprobs)
+                item.content = [part]
+                events.append(self._of_part("response.output_text.done", text=text, logprobs=self._logprobs))
+                events.append(self._of_part("response.content_part.done", part=part))
+            case "reasoning":
+                part = ResponsePart(type="reasoning_text", text=text)
+                item.content = [part]
+                if self._encodes_reasoning:
+                    item.encrypted_content = encode_reasoning(text)
+                events.append(self._of_part("response.reasoning_text.done", text=text))
+                events.append(self._of_part("response.content_part.done", part=part))
         item.status = status
         events.append(self._event("response.output_item.done", output_index=self._index, item=item))
         self._open, self._texts, self._logprobs = None, [], []

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from stoker.base.ids import BlockId, RequestId
 from stoker.kv.blocks.pool import BlockPool
-from stoker.kv.blocks.reach import Reach
+from stoker.kv.blocks.reach import KvReach
 from stoker.sched.draft_tape import MAX_DRAFTS, TAPE_TOKENS, DraftTape
 from stoker.sched.drafting import NoDrafting
 from stoker.sched.plan import ON_DEVICE, Span, StepPlan, StepResult, TapeUpload
@@ -220,13 +220,13 @@ def random_request(rng: random.Random, number: int, kv_tokens: int, shared: list
     )
 
 
-def random_reaches(rng: random.Random) -> list[Reach]:
+def random_reaches(rng: random.Random) -> list[KvReach]:
     """Return the reaches of up to three KV sets with a bounded reach."""
     kinds = rng.sample(["window", "chunk", "window"], rng.randint(1, 3))
-    return [Reach(kind, rng.choice([1, 2, 3, 5, 8, 16, 33])) for kind in kinds]
+    return [KvReach(kind, rng.choice([1, 2, 3, 5, 8, 16, 33])) for kind in kinds]
 
 
-def random_pools(rng: random.Random, reaches: list[Reach], block_tokens: int, num_blocks: int) -> list[BlockPool]:
+def random_pools(rng: random.Random, reaches: list[KvReach], block_tokens: int, num_blocks: int) -> list[BlockPool]:
     """Return a pool for each reach, from the smallest size on."""
     pools = []
     for reach in reaches:

@@ -17,7 +17,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockKey, RequestId
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
-from stoker.kv.blocks.reach import Reach
+from stoker.kv.blocks.reach import KvReach
 from stoker.kv.blocks.transfer import KvLoad, KvTicket, LoadResult, LocalLoad
 from stoker.sched.leases import LeasedKv, LeaseTerms
 from stoker.sched.plan import StepResult
@@ -36,7 +36,7 @@ class Worker:
     num_blocks: int
     store: dict[tuple[int, BlockKey], list[int | None]]  # by KV set and key
     name: str
-    reaches: list[Reach] = field(default_factory=list)  # of the KV sets with a bounded reach
+    reaches: list[KvReach] = field(default_factory=list)  # of the KV sets with a bounded reach
     launched: deque[StepResult] = field(default_factory=deque)
     loads: list[KvLoad] = field(default_factory=list)
     leases: dict[tuple[str, int], LeasedKv] = field(default_factory=dict)  # by lease and KV set
@@ -214,7 +214,7 @@ class NoAccidents(random.Random):
         return 0.3
 
 
-def a_worker(block_tokens: int = 4, num_blocks: int = 32, reaches: tuple[Reach, ...] = ()) -> Worker:
+def a_worker(block_tokens: int = 4, num_blocks: int = 32, reaches: tuple[KvReach, ...] = ()) -> Worker:
     worker = Worker(NoAccidents(), block_tokens, num_blocks, {}, "W")
     worker.step_tokens = 128
     config = SchedulerConfig(block_tokens, worker.step_tokens, 8, "fake", LeaseTerms("W", "there", LEASE_S))
@@ -238,8 +238,8 @@ def test_a_ticket_covers_all_tokens_except_the_one_just_sampled() -> None:
     assert worker.pool.num_free == 32 - 3
 
 
-@pytest.mark.parametrize("reaches", [(), (Reach("window", 5),), (Reach("chunk", 8), Reach("window", 2))])
-def test_decode_computes_no_token_that_it_can_pull(reaches: tuple[Reach, ...]) -> None:
+@pytest.mark.parametrize("reaches", [(), (KvReach("window", 5),), (KvReach("chunk", 8), KvReach("window", 2))])
+def test_decode_computes_no_token_that_it_can_pull(reaches: tuple[KvReach, ...]) -> None:
     for num_prompt in (1, 3, 4, 5, 8, 23):
         prefill, decode = a_worker(reaches=reaches), a_worker(reaches=reaches)
         prefill.add(a_request(num_prompt, lease_id="l"))

@@ -195,7 +195,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].call_id"),
-    (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (RESPONSES, {"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}, "tools[0].name"),
     (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     (RESPONSES, {"input": "a", "max_output_tokens": 9999}, "max_output_tokens"),

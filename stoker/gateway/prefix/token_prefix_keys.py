@@ -38,9 +38,10 @@ from stoker.text.conversation import (
     stable_conversation,
 )
 from stoker.text.folder import text_digest
+from stoker.text.response_tools import responses_tools
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
-from stoker.text.tools import chat_tools, responses_tools
+from stoker.text.tools import chat_tools
 
 _ANY_NUMBER_OF_TOOLS = 1 << 30  # the worker enforces the limit
 _MAX_TOKEN_CHARS = 64  # a prompt with more characters per context token than this would not fit; the worker refuses it
@@ -162,6 +163,6 @@ def _of_chat(body: ChatRequest) -> Conversation | None:
 def _of_response(body: ResponsesRequest) -> Conversation | None:
     if body.prompt_token_ids is not None:
         return None
-    tools = responses_tools(body, _ANY_NUMBER_OF_TOOLS)
+    tools = responses_tools(body, _ANY_NUMBER_OF_TOOLS).plan
     form = body.text.format if body.text else None
     return responses_conversation(body, tools, is_constrained(body, form, tools))

@@ -3,8 +3,9 @@
 Blocks without a name are reused first, then those that a running sequence has passed: it goes on without them, and a
 later request most often continues at the end of an earlier one. Other named blocks follow in the order of their last
 use, but a block that the prefix of a later request has matched counts as used 20 seconds later than it was: it is
-matched again about twice as often as a new block. The bonus is a fixed time and not a factor, so it matters less the longer ago the last use was. With small
-caches, recorded agent sessions get a fifth more cache hits from it, and chats slightly more (bench/RESULTS.md).
+matched again about twice as often as a new block. The bonus is a fixed time and not a factor, so it matters less the
+longer ago the last use was. With small caches, recorded agent sessions get a fifth more cache hits from it, and chats
+slightly more (bench/RESULTS.md).
 """
 
 from __future__ import annotations

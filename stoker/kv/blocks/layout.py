@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, lcm
 
-from stoker.kv.blocks.reach import EVERYTHING, Reach
+from stoker.kv.blocks.reach import EVERYTHING, KvReach
 
 # Bytes of the scale that each token and head has, by dtype. Other dtypes have no scales.
 _SCALE_BYTES = {"float8_e4m3fn": 2, "int8": 2}
@@ -47,9 +47,9 @@ class KvGroup:
         return _SEGMENTS[self.kind]
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> KvReach:
         """Which tokens the layers need."""
-        return Reach(self.kind, self.extent) if self.extent else EVERYTHING
+        return KvReach(self.kind, self.extent) if self.extent else EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class KvSet:
     """Groups that keep the same tokens of a sequence, and so share blocks. Each set has block memory, a block pool and
     block tables of its own."""
 
-    reach: Reach
+    reach: KvReach
     groups: tuple[int, ...]  # their places in the model's groups
     layout: KvLayout  # of the set's blocks
 
@@ -123,7 +123,7 @@ class KvLayout:
             return (KvSet(reaches[0], tuple(range(len(self.groups))), self),)
         return tuple(self._set(reach) for reach in reaches)
 
-    def _set(self, reach: Reach) -> KvSet:
+    def _set(self, reach: KvReach) -> KvSet:
         members = tuple(i for i, group in enumerate(self.groups) if group.reach == reach)
         groups = tuple(self.groups[i] for i in members)
         scale = min(group.num_heads for group in groups) // self.model_heads

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.free_blocks import FreeBlocks
-from stoker.kv.blocks.reach import EVERYTHING, Reach
+from stoker.kv.blocks.reach import EVERYTHING, KvReach
 
 # At most this many children of a parent are compared. A system prompt that precedes every chat has thousands of
 # children.
@@ -50,7 +50,7 @@ class BlockPool:
     a sequence needs.
     """
 
-    def __init__(self, num_blocks: int, observer: PoolObserver | None = None, reach: Reach = EVERYTHING) -> None:
+    def __init__(self, num_blocks: int, observer: PoolObserver | None = None, reach: KvReach = EVERYTHING) -> None:
         self.num_blocks = num_blocks
         self.reach = reach
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""Reach: which earlier tokens a token sees, and so which blocks of a sequence must be kept."""
+"""KvReach: which earlier tokens a token sees, and so which blocks of a sequence must be kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class KvReach:
     """With extent 0, a token sees all tokens before it. With the kind "window" it sees the last `extent` tokens, itself
     included. With the kind "chunk" it sees those of its chunk, which is position // extent."""
 
@@ -45,10 +45,10 @@ class Reach:
         return 2 * self.num_blocks(block_tokens) if self.extent else 1
 
 
-EVERYTHING = Reach()
+EVERYTHING = KvReach()
 
 
-def visible_prefix(count: int, block_tokens: int, sets: Sequence[tuple[Reach, Callable[[int], bool]]]) -> int:
+def visible_prefix(count: int, block_tokens: int, sets: Sequence[tuple[KvReach, Callable[[int], bool]]]) -> int:
     """Return the longest prefix of at most `count` blocks whose next token finds all that it sees.
 
     `sets` are reaches with a function that says whether a block of this number is there.

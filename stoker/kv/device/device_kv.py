@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.kernels.attention_grid import LayerSlots
+from stoker.kernels.reach import Reach
 from stoker.kernels.transfer import to_device
 from stoker.kv.blocks.layout import GroupLayout, KvGroup, KvLayout
 
@@ -36,6 +37,11 @@ class GroupKv:
     kind: str  # see KvGroup
     extent: int
     kv_set: int = 0  # whose block tables the group uses
+
+    @cached_property
+    def reach(self) -> Reach:
+        """Which tokens the layers see."""
+        return Reach.of(self.kind, self.extent)
 
     def pages(self, layer: int) -> Tensor:
         """Return a view that starts at the first page of a layer, counted within the group. With the kind "full", page

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stoker.base.ids import BlockKey
-from stoker.kv.blocks.reach import EVERYTHING, Reach
+from stoker.kv.blocks.reach import EVERYTHING, KvReach
 from stoker.kv.store.block_io import BlockIo
 from stoker.kv.store.bounded_reader import BoundedReader
 from stoker.kv.store.buffer_pool import BufferPool
@@ -23,7 +23,7 @@ class SetParts:
     tiers: Sequence[MeasuredTier]
     io: BlockIo
     block_bytes: int
-    reach: Reach = EVERYTHING
+    reach: KvReach = EVERYTHING
 
 
 class SetStore:

@@ -14,18 +14,16 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "container": (),
     "context_management": ({}, []),
-    "max_tool_calls": (),
     "mcp_servers": ([],),
     "moderation": (),
     "prediction": (),
     "service_tier": ("auto", "default", "standard", "standard_only"),
     "speed": ("standard",),
     "store": (False,),
-    "truncation": ("disabled",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_INCLUDED = frozenset({"message.output_text.logprobs"})
+_INCLUDED = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 
 
 def not_honoured(body: GenerationFields) -> list[str]:

@@ -9,13 +9,16 @@ from msgspec import UNSET, UnsetType
 
 from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
-from stoker.proto.openai.field_types import Ignored, NotHonoured, Refused, TokenLimit, TopLogprobs
+from stoker.proto.openai.field_types import Count, Ignored, NotHonoured, Refused, TokenLimit, TopLogprobs
 from stoker.proto.openai.fields import ContentPart, GenerationFields, ResponseFormat
-from stoker.proto.openai.tools import FlatTool, ToolChoice, ToolMode
+from stoker.proto.openai.tools import CLIENT_TOOLS, FlatTool, ToolChoice, ToolMode
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of `input`. Its fields depend on `type`; without one it is a message."""
+    """An item of `input`. Its fields depend on `type`; without one it is a message.
+
+    Items of hosted tools have other types in these fields, and are ignored.
+    """
 
     type: str | None = None
     role: str | None = None
@@ -23,8 +26,13 @@ class InputItem(msgspec.Struct, kw_only=True):
     id: str | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    namespace: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: Any = None  # of a custom tool call: text
+    output: str | list[ContentPart] | dict[str, Any] | None = None
+    summary: list[ContentPart] | None = None  # this and the next: of reasoning
+    encrypted_content: str | None = None
+    tools: list[Any] | None = None  # of `additional_tools` and `tool_search_output`
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
@@ -49,7 +57,8 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    max_tool_calls: NotHonoured = None
+    max_tool_calls: Count | None = None  # bounds the calls of hosted tools, and there are none
+    client_metadata: Ignored = None  # of Codex
     context_management: NotHonoured = None
     previous_response_id: Refused = None
     conversation: Refused = None
@@ -58,6 +67,11 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     access_programs: NotHonoured = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def hosted_tools(self) -> list[str]:
+        """Return the types of the tools that only OpenAI can run. They are left out."""
+        return [tool.type for tool in self.tools or () if tool.type not in CLIENT_TOOLS]
 
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -71,21 +85,25 @@ class ResponsePart(msgspec.Struct, kw_only=True):
 
 
 class ResponseItem(msgspec.Struct, kw_only=True):
-    """A message, a function call or reasoning. Only the fields of its `type` are set."""
+    """A message, a tool call or reasoning. Only the fields of its `type` are set."""
 
     id: str
-    type: Literal["message", "function_call", "reasoning"]
+    type: Literal["message", "function_call", "custom_tool_call", "reasoning"]
     status: ResponseStatus = "in_progress"
     role: Literal["assistant"] | UnsetType = UNSET
     content: list[ResponsePart] | UnsetType = UNSET
     summary: list[Any] | UnsetType = UNSET
+    encrypted_content: str | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
 
 
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
+    cache_write_tokens: int = 0  # OpenAI's price for filling a cache; there is none here
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -129,6 +147,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None = None
     model: str
     output: list[ResponseItem] = []
     parallel_tool_calls: bool
@@ -171,4 +190,5 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+# The types of tools in the Responses API that the client runs. OpenAI runs the others: web search, code interpreter, ….
+CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -48,13 +52,15 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class FlatTool(msgspec.Struct, kw_only=True):
-    """A tool in the Responses API."""
+    """A tool in the Responses API. A namespace holds further tools."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | UnsetType | None = UNSET  # of a custom tool: its input is text, or fits a grammar
+    tools: list[FlatTool] | UnsetType | None = UNSET
 
 
 class FunctionName(msgspec.Struct, kw_only=True):
@@ -64,6 +70,7 @@ class FunctionName(msgspec.Struct, kw_only=True):
 class ToolReference(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
     function: FunctionName | None = None
 
 
@@ -78,6 +85,7 @@ class ToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     function: FunctionName | None = None
     name: str | None = None
+    namespace: str | None = None
     allowed_tools: AllowedTools | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[ToolReference] | None = None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kv.peer_world import LAYOUT, block_ids, keys, wait_until
 
-from stoker.base.ids import BlockId, BlockKey
+from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.store import buffer_pool as buffer_pool_module

@@ -166,7 +166,8 @@ class MooncakeTier:
         """Report the blocks that the restarted master does not list any more, so that they are written again."""
         if self._has_ssd:
             time.sleep(_SSD_GRACE_S)
-        keys = self._known.oldest()
+        # A read that failed with the master, or a look-up after its restart, has made callers forget blocks already.
+        keys = [*self._known.oldest(), *self._known.recently_forgotten()]
         lost = self._lost_of(client, keys)
         log.event("mooncake_forgot", known=len(keys), lost=len(lost))
         if lost:
@@ -177,6 +178,7 @@ class MooncakeTier:
         """Find blocks that the store has evicted. The store does not report evictions. The blocks that were known
         longest go first, so a check of a few is enough. A check makes them look recently used to the master, so it is
         done rarely."""
+        self._known.start_period()
         now = time.monotonic()
         if now - self._audit_s < _AUDIT_PERIOD_S:
             return
