@@ -67,7 +67,8 @@ class BuiltEngine:
 
     engine: Engine
     scheduler: Scheduler
-    pool: BlockPool
+    pool: BlockPool  # of the first KV set
+    local_pools: list[BlockPool]  # of the others, which have a bounded reach
     model: Model
     settings: ResolvedSettings
     layout: KvLayout
@@ -200,6 +201,7 @@ def build_engine(
         engine=engine,
         scheduler=scheduler,
         pool=pool,
+        local_pools=local_pools,
         model=model,
         settings=resolved,
         layout=layout,

@@ -1,7 +1,8 @@
 """How many KV blocks the memory holds, and how it is divided between the KV sets.
 
-A set with a bounded reach gets what all rows together can hold of it, and at most a share of the memory
-(kv.local_share). The first set gets the rest.
+A set with a bounded reach gets what all rows together can hold of it, one more block for each eight of the first set,
+so that later requests find what earlier ones left, and at most a share of the memory (kv.local_share). The first set
+gets the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _GIB = 1 << 30
 # maximum.
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * _GIB
+_CACHED_PART = 8  # a set with a bounded reach keeps one block for each of this many of the first set
 
 
 def blocks_per_set(
@@ -35,19 +37,22 @@ def blocks_per_set(
     `draft` is the group of a draft model, which has the blocks of the first set."""
     first, *local = layout.sets
     block_bytes = first.layout.block_bytes + draft_block_bytes(draft, layout)
+    local_bytes = [one.layout.block_bytes for one in local]
     useful = [useful_blocks(one, resolved) for one in layout.sets]
     if settings.kv.num_blocks is not None:
+        num_blocks = settings.kv.num_blocks
         # No sequence holds more blocks of another set than of the first one.
-        least = [one.reach.min_pool_blocks(layout.block_tokens) for one in local]
-        most = [max(settings.kv.num_blocks, blocks) for blocks in least]
-        blocks = [settings.kv.num_blocks, *map(min, useful[1:], most)]
-        _check_budget(settings, resolved, working, _total_bytes(layout, block_bytes, blocks))
-        return _checked(settings, layout, blocks)
-    budget = _budget(settings, resolved, working, _total_bytes(layout, block_bytes, useful))
-    wanted_bytes = [count * one.layout.block_bytes for count, one in zip(useful[1:], local, strict=True)]
-    part = min(1.0, settings.kv.local_share * max(0, budget) / max(1, sum(wanted_bytes)))
-    taken = [int(part * count) for count in useful[1:]]
-    left = budget - sum(count * one.layout.block_bytes for count, one in zip(taken, local, strict=True))
+        most = [max(num_blocks, one.reach.min_pool_blocks(layout.block_tokens)) for one in local]
+        taken = [min(count + num_blocks // _CACHED_PART, limit) for count, limit in zip(useful[1:], most, strict=True)]
+        _check_budget(settings, resolved, working, num_blocks * block_bytes + _dot(taken, local_bytes))
+        return _checked(settings, layout, [num_blocks, *taken])
+    budget = _budget(settings, resolved, working, _dot(useful, [block_bytes, *local_bytes]))
+    for_rows = _dot(useful[1:], local_bytes)
+    cached = int(max(0, budget - for_rows) / (block_bytes + sum(local_bytes) / _CACHED_PART)) // _CACHED_PART
+    wanted = [count + cached for count in useful[1:]]
+    part = min(1.0, settings.kv.local_share * max(0, budget) / max(1, _dot(wanted, local_bytes)))
+    taken = [int(part * count) for count in wanted]
+    left = budget - _dot(taken, local_bytes)
     if left < 2 * block_bytes:
         raise ConfigError(
             f"{max(0, left) / _GIB:.2f} GiB are left for KV, but one block of {layout.block_tokens} tokens needs "
@@ -70,10 +75,9 @@ def useful_blocks(one: KvSet, resolved: ResolvedSettings) -> int:
     return max(blocks, one.reach.min_pool_blocks(size))
 
 
-def _total_bytes(layout: KvLayout, block_bytes: int, blocks: list[int]) -> int:
-    """Return the bytes of these blocks of the sets. `block_bytes` are those of the first set's block."""
-    sizes = [block_bytes, *(one.layout.block_bytes for one in layout.sets[1:])]
-    return sum(count * size for count, size in zip(blocks, sizes, strict=True))
+def _dot(counts: list[int], sizes: list[int]) -> int:
+    """Return the bytes of these numbers of blocks."""
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
 def _budget(settings: EngineSettings, resolved: ResolvedSettings, working: WorkingMemory, useful_bytes: int) -> int:
