@@ -147,14 +147,18 @@ class BlockSets:
         """Release the blocks that no further token of a running sequence sees.
 
         The device may be `num_drafting` tokens behind. Blocks are kept until they have their names, so that later
-        requests find them.
+        requests find them. A later request may continue where the prompt ends, for example because it leaves out the
+        answer's reasoning. The blocks that it needs then count as used, and not as passed.
         """
         position, size = seq.num_computed - seq.num_drafting, self._block_tokens
+        prompt_end = (len(seq.request.token_ids) - 1) // size
         for pool, held in zip(self.pools, seq.held, strict=True):
             if pool.reach.is_bounded:
-                end = min(pool.reach.first_block(position, size), seq.num_named)
-                pool.release_passed(held.between(held.first, end))
-                held.first = max(held.first, end)
+                first, end = held.first, min(pool.reach.first_block(position, size), seq.num_named)
+                last = pool.reach.first_block(prompt_end * size, size)  # from here to the prompt's end
+                pool.release(held.between(max(first, last), min(end, prompt_end)))
+                pool.release_passed(held.between(first, min(end, last)) + held.between(max(first, prompt_end), end))
+                held.first = max(first, end)
 
     def releases_soon(self, seq: Sequence) -> bool:
         """Return True if `release_behind` will release more blocks after the launched steps, which name them."""
