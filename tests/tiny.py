@@ -35,7 +35,10 @@ SHAPES: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 # Models whose files have those of another architecture inside: its config.json in `text_config`, and its weights with a
 # prefix. transformers has only the inner one, or makes it without the rest of the model.
-NESTED = {"Llama4ForConditionalGeneration": ("Llama4ForCausalLM", "language_model.")}
+NESTED = {
+    "KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", "language_model."),
+    "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", "language_model."),
+}
 
 
 def config_of(name: str) -> dict[str, Any]:

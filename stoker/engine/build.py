@@ -24,6 +24,7 @@ from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
 from stoker.engine.draft_model import LoadedDraft, open_draft
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
+from stoker.engine.gpu_steps import cut_heads
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
 from stoker.engine.kernel_plan import build_model, prepare_kernels
@@ -314,7 +315,7 @@ def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLa
     groups = [(shape.num_heads, group) for group in layout.groups]
     if draft is not None:
         groups.append((draft.num_heads, draft.kv_group))
-    heads = [(num_heads, group.num_heads) for num_heads, group in groups]
+    heads = [cut_heads(num_heads, group) for num_heads, group in groups]
     cutter = ExactCutter.for_model(heads, layout.block_tokens, resolved.dtype, max_blocks, most_blocks)
     return cutter.partial_bytes(resolved.max_rows, most_shared(heads), max(group.width for _, group in groups))
 

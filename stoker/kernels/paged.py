@@ -341,7 +341,7 @@ def paged_attention_triton(
     if len(spans.singles):
         rows = span_tile_rows(form, shared)
         programs = len(spans.singles) * kv_heads if form.exact else _SINGLE_PROGRAMS
-        parts, part_sums = _new_parts(q, len(spans.singles), programs, kv_heads, rows)
+        parts, part_sums = new_parts(q, len(spans.singles), programs, kv_heads, rows)
         single[(kv_heads, len(spans.singles))](
             *where, spans.singles, parts, part_sums, spans.finished, *common,
             KV_HEADS=kv_heads, SHARED=shared, TOKENS=form.span_tokens, ROWS=rows, DIM=head_dim, BLOCK=block_tokens,
@@ -350,7 +350,7 @@ def paged_attention_triton(
         )  # fmt: skip
     if len(spans.tiles):
         tokens, padded = tile_tokens(shared, q.dtype), _padded(shared)
-        parts, part_sums = _new_parts(q, len(spans.tiles), _TILE_PROGRAMS, kv_heads, tokens * padded)
+        parts, part_sums = new_parts(q, len(spans.tiles), _TILE_PROGRAMS, kv_heads, tokens * padded)
         is_wide = q.dtype == torch.float32
         tile[(kv_heads, len(spans.tiles))](
             *where, spans.tiles, parts, part_sums, *common,
@@ -362,7 +362,7 @@ def paged_attention_triton(
         )  # fmt: skip
         if not form.exact:  # then keys of tiles are not split
             joined = min(tokens * padded, _JOINED_ROWS)
-            join_tiles[(_max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
+            join_tiles[(max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
                 q, spans.positions, spans.tiles, parts, part_sums,
                 KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim, ROWS=joined,
                 BLOCK=block_tokens, FIELDS=FIELDS, WINDOW=reach.window, CHUNK=reach.chunk, MIN_BLOCKS=_TILE_BLOCKS,
@@ -379,12 +379,12 @@ def paged_attention_triton(
     return q
 
 
-def _new_parts(q: Tensor, num_pieces: int, programs: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
-    count = _max_parts(num_pieces, programs, kv_heads) * kv_heads * rows
+def new_parts(q: Tensor, num_pieces: int, programs: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
+    count = max_parts(num_pieces, programs, kv_heads) * kv_heads * rows
     return q.new_empty(count, q.shape[2], dtype=torch.float32), q.new_empty(count, dtype=torch.float32)
 
 
-def _max_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
+def max_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
     """Upper bound of the number of parts among this many pieces: see `cut_keys`."""
     return min(num_pieces, 2 * max(1, programs // kv_heads))
 

@@ -75,12 +75,13 @@ def read_mlp(hf: Mapping[str, Any]) -> MlpConfig:
 
 
 def read_count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return a field that may be 0."""
-    return 0 if hf.get(name) == 0 else int(field(hf, name, int, default)) if hf.get(name) is not None else default
+    """Return a number that may be 0, or missing."""
+    value = hf.get(name)
+    return default if value is None else 0 if value == 0 else int(field(hf, name, int))
 
 
 def read_sigmoid_routing(hf: Mapping[str, Any], num_experts: int) -> Routing:
-    """Return the routing with sigmoid scores and a correction, perhaps within groups."""
+    """Return the routing with sigmoid scores and a correction. Raises ModelFilesError for numbers that do not fit."""
     top_k = field(hf, "num_experts_per_tok", int)
     num_groups, top_groups = field(hf, "n_group", int, 1), field(hf, "topk_group", int, 1)
     if not 0 < top_k <= num_experts:

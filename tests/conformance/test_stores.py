@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from stoker.base.errors import ConfigError, Overloaded
+from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store import Store, StoreRefused, StoreTimeout, StoreUnavailable, Tables, Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 
 # How each store is opened; a second call with the same folder opens the same data.
-STORES: dict[str, Callable[[Path], Store]] = {"sqlite": lambda folder: SqliteStore(folder / "store.db")}
+STORES: dict[str, Callable[[Path, str], Store]] = {
+    "sqlite": lambda folder, url: SqliteStore(folder / "store.db"),
+    "postgres": lambda folder, url: StoreLocation(url, folder).open(),
+}
 
 COUNTS = Tables("counts", (("CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",),))
 ADD = "INSERT INTO counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = counts.value + excluded.value"
@@ -24,13 +28,20 @@ Open = Callable[[], Store]
 
 
 @pytest.fixture(params=STORES)
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    stores: list[Store] = []
+
     def open_store() -> Store:
-        store = STORES[request.param](tmp_path)
+        store = STORES[request.param](tmp_path, url)
+        stores.append(store)
         store.declare(COUNTS)
         return store
 
-    return open_store
+    yield open_store
+    for store in stores:
+        store.close()
 
 
 def add_all(store: Store, counts: dict[str, int | None], raises: Exception | None = None) -> None:

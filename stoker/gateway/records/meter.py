@@ -25,10 +25,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -38,39 +35,13 @@ from stoker.gateway.config import MeterSettings
 from stoker.gateway.records.prices import Price, PriceList
 from stoker.gateway.records.running_usage import RunningUsage, SlotUsage
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, recovered_row, tail_bytes
+from stoker.gateway.records.usage_tables import TABLES, insert_usage, price_id
 from stoker.gateway.store.slot_file import FoundSlot, SlotFile, SlotFileInUse
-from stoker.gateway.store.store import Store, StoreRefused, StoreUnavailable, Tables, Transaction
+from stoker.gateway.store.store import Store, StoreRefused, StoreUnavailable, Transaction
 
 _MAX_PROCESSES = 256  # that share a store on one machine
-_MAX_TEXT = 256
 _RETRY_S = (0.05, 0.2, 1.0, 5.0)
 _CLOSE_TRIES = 3
-
-TABLES = Tables(
-    "usage",
-    (
-        (
-            """CREATE TABLE IF NOT EXISTS prices (
-            id INTEGER PRIMARY KEY,
-            input INTEGER NOT NULL, cached_input INTEGER NOT NULL, output INTEGER NOT NULL,
-            UNIQUE (input, cached_input, output)
-        )""",
-            """CREATE TABLE IF NOT EXISTS usage (
-            request_id TEXT PRIMARY KEY,
-            time_s REAL NOT NULL,
-            key_id TEXT NOT NULL, tenant TEXT NOT NULL, model TEXT NOT NULL, session TEXT,
-            worker TEXT NOT NULL, endpoint TEXT NOT NULL, status INTEGER NOT NULL,
-            prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
-            ttft_ms REAL, e2e_ms REAL NOT NULL, resumed INTEGER NOT NULL,
-            x_request_id TEXT NOT NULL,
-            price_id INTEGER NOT NULL REFERENCES prices (id)
-        ) WITHOUT ROWID""",
-            "CREATE INDEX IF NOT EXISTS usage_by_time ON usage (time_s)",
-        ),
-    ),
-)
-_NUM_COLUMNS = 17
-_MAX_ROWS_PER_STATEMENT = 256
 
 _SettledRow = tuple[SlotFile, int, UsageRow]  # a row and its slot
 
@@ -213,20 +184,13 @@ class Meter:
 
     def _commit(self, batch: Sequence[_SettledRow], price_ids: dict[Price, int]) -> None:
         with self._store.transaction() as changes:
-            _insert(changes, [_values(row, self._price_id(changes, row.model, price_ids)) for _, _, row in batch])
+            insert_usage(changes, [(row, self._price_id(changes, row.model, price_ids)) for _, _, row in batch])
 
     def _price_id(self, changes: Transaction, model: str, known: dict[Price, int]) -> int:
-        """Return the id of the model's current price. Rows refer to it, so a new price list does not change old rows."""
         price = self._prices.price(model)
-        found = known.get(price)
-        if found is None:
-            values = (price.input, price.cached_input, price.output)
-            changes.execute(
-                "INSERT INTO prices (input, cached_input, output) VALUES (?, ?, ?) ON CONFLICT DO NOTHING", values
-            )
-            query = "SELECT id FROM prices WHERE input = ? AND cached_input = ? AND output = ?"
-            found = known[price] = int(next(iter(changes.execute(query, values)))[0])
-        return found
+        if price not in known:
+            known[price] = price_id(changes, price)
+        return known[price]
 
 
 def _own_slots(path: Path, num_slots: int) -> SlotFile:
@@ -278,41 +242,3 @@ def _row_of(slots: SlotFile, slot: FoundSlot) -> UsageRow | None:
         slots.num_damaged += 1
         slots.free(slot.index)
         return None
-
-
-def _insert(changes: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert many rows per statement. Every statement releases the GIL and contends with the event loop to get it back."""
-    at = 0
-    while at < len(rows):
-        # Powers of two, so that few different statements are prepared.
-        count = 1 << min(len(rows) - at, _MAX_ROWS_PER_STATEMENT).bit_length() - 1
-        changes.execute(_statement(count), list(chain.from_iterable(rows[at : at + count])))
-        at += count
-
-
-@cache
-def _statement(num_rows: int) -> str:
-    row = f"({', '.join('?' * _NUM_COLUMNS)})"
-    return f"INSERT INTO usage VALUES {', '.join([row] * num_rows)} ON CONFLICT (request_id) DO NOTHING"
-
-
-def _values(row: UsageRow, price_id: int) -> tuple[Any, ...]:
-    return (
-        row.request_id,
-        row.time_s,
-        row.key_id,
-        row.tenant,
-        row.model[:_MAX_TEXT],
-        None if row.session is None else row.session[:_MAX_TEXT],
-        row.worker,
-        row.endpoint,
-        row.status,
-        row.prompt_tokens,
-        row.cached_tokens,
-        row.completion_tokens,
-        row.ttft_ms,
-        row.e2e_ms,
-        row.resumed,
-        row.x_request_id[:_MAX_TEXT],
-        price_id,
-    )

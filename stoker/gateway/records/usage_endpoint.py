@@ -11,6 +11,7 @@ import asyncio
 import base64
 import csv
 import io
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,11 +27,11 @@ from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, json_reply, text_reply
 from stoker.gateway.records.prices import Price, in_currency
+from stoker.gateway.records.usage_tables import DAY_S, HOUR_S
 from stoker.gateway.store.store import Store, StoreTimeout
 
-_DAY_S = 86_400
 _MAX_TIME_S = 2.5e11  # in the year 9892
-_DEFAULT_SPAN_S = 30 * _DAY_S
+_DEFAULT_SPAN_S = 30 * DAY_S
 _QUERY_S = 10.0
 _MAX_PER_TENANT = 2  # queries at a time
 _DEFAULT_LIMIT = 100
@@ -45,11 +46,12 @@ _GROUPS = {
     "worker": "worker",
     "endpoint": "endpoint",
     "status": "status",
-    "hour": "CAST(time_s / 3600 AS INTEGER) * 3600",
-    "day": "CAST(time_s / 86400 AS INTEGER) * 86400",
+    "hour": "hour_s",
+    "day": f"hour_s - hour_s % {DAY_S}",
 }
 _FILTERS = {"key": "key_id", "tenant": "tenant", "model": "model", "session": "session"}
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+_ONLY_IN_ROWS = frozenset({"session", "worker"})  # the sums of hours and days do not tell them apart
 _NAMES = frozenset({"start", "end", "group_by", "format", "limit", "after", *_FILTERS})
 
 
@@ -223,14 +225,14 @@ def read_usage(store: Store, query: UsageQuery, limit_s: float = _QUERY_S) -> Us
     Raises InvalidRequest if the query takes longer than `limit_s`.
     """
     groups = [_GROUPS[name] for name in query.group_by]
-    where = ["time_s >= ?", "time_s < ?", *(f"{_FILTERS[name]} = ?" for name, _ in query.filters)]
     # Also group by price, so that each sum of tokens is multiplied by the price that was valid for it.
     by = ", ".join([*groups, "prices.input", "prices.cached_input", "prices.output"])
+    parts, values = _parts(query)
     sql = (
-        f"SELECT {by}, COUNT(*), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
-        f" FROM usage JOIN prices ON prices.id = usage.price_id WHERE {' AND '.join(where)} GROUP BY {by} ORDER BY {by}"
+        f"SELECT {by}, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
+        f" FROM ({' UNION ALL '.join(parts)}) AS parts JOIN prices ON prices.id = parts.price_id"
+        f" GROUP BY {by} ORDER BY {by}"
     )
-    values = (query.start_s, query.end_s, *(value for _, value in query.filters))
     # Only the page is kept. Freeing a hundred thousand lines would hold the interpreter lock for longer than a request may
     # wait for it.
     page: list[UsageLine] = []
@@ -252,6 +254,60 @@ def read_usage(store: Store, query: UsageQuery, limit_s: float = _QUERY_S) -> Us
     page = page[: query.limit]
     next_after = base64.urlsafe_b64encode(msgspec.json.encode(page[-1].group)).decode() if has_more else None
     return UsagePage(page, total, next_after)
+
+
+def _parts(query: UsageQuery) -> tuple[list[str], list[Any]]:
+    """Return SELECT statements that together cover the query's time range once, and their parameters.
+
+    Whole days and hours are read from their sums, and the rest from the rows.
+    """
+    needed = {*query.group_by, *(name for name, _ in query.filters)}
+    names = ["tenant", "key_id", "model", "endpoint", "status", "price_id", *sorted(needed & _ONLY_IN_ROWS)]
+    columns = ", ".join(names)
+    filters = "".join(f" AND {_FILTERS[name]} = ?" for name, _ in query.filters)
+    filter_values = [value for _, value in query.filters]
+    parts: list[str] = []
+    values: list[Any] = []
+
+    def add(sql: str, *times: float) -> None:
+        parts.append(f"{sql}{filters}")
+        values.extend([*times, *filter_values])
+
+    def add_rows(start_s: float, end_s: float) -> None:
+        add(
+            f"SELECT {columns}, hour_s, 1 AS requests, prompt_tokens, cached_tokens, completion_tokens FROM usage"
+            " WHERE time_s >= ? AND time_s < ?",
+            start_s,
+            end_s,
+        )
+
+    def add_sums(span_s: int, start_s: int, end_s: int) -> None:
+        if start_s < end_s:
+            add(
+                f"SELECT {columns}, start_s AS hour_s, requests, prompt_tokens, cached_tokens, completion_tokens"
+                f" FROM usage_sums WHERE span_s = {span_s} AND start_s >= ? AND start_s < ?",
+                start_s,
+                end_s,
+            )
+
+    first_hour, last_hour = _whole(query.start_s, query.end_s, HOUR_S)
+    if needed & _ONLY_IN_ROWS or first_hour >= last_hour:
+        add_rows(query.start_s, query.end_s)
+        return parts, values
+    first_day, last_day = _whole(first_hour, last_hour, DAY_S)
+    if "hour" in query.group_by or first_day >= last_day:
+        first_day = last_day = last_hour
+    add_rows(query.start_s, first_hour)
+    add_sums(HOUR_S, first_hour, first_day)
+    add_sums(DAY_S, first_day, last_day)
+    add_sums(HOUR_S, last_day, last_hour)
+    add_rows(last_hour, query.end_s)
+    return parts, values
+
+
+def _whole(start_s: float, end_s: float, span_s: int) -> tuple[int, int]:
+    """Return where the first whole span begins, and where the last one ends."""
+    return math.ceil(start_s / span_s) * span_s, math.floor(end_s / span_s) * span_s
 
 
 def _is_after(group: tuple[Any, ...], after: tuple[Any, ...]) -> bool:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 from stoker.base.errors import ConfigError
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store import Store
+from stoker.gateway.store.watched import WatchedStore
 
 SETTING = "store"
 _POSTGRES = ("postgresql", "postgres")
@@ -49,10 +50,15 @@ class StoreLocation:
         path = Path(self.text).expanduser()
         return path.with_name(path.name + "-inflight")
 
-    def open(self) -> Store:
+    def open(self) -> WatchedStore:
         """Open the store. Raises ConfigError if it cannot be used."""
+        return WatchedStore(self._open())
+
+    def _open(self) -> Store:
         if self.is_url:
-            raise ConfigError(f"{SETTING}={self.name}: PostgreSQL is not supported yet; give the path of a SQLite file")
+            from stoker.gateway.store.postgres import PostgresStore  # only here, because psycopg is optional
+
+            return PostgresStore(self.text, self.name, SETTING)
         return SqliteStore(Path(self.text).expanduser(), SETTING)
 
 

@@ -8,12 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from stoker.base.errors import Overloaded
-from stoker.base.log import EventLog
 from stoker.gateway.store.store import Store, StoreUnavailable, Transaction
 
 T = TypeVar("T")
-
-log = EventLog("store")
 
 _NUM_THREADS = 4
 _MAX_RUNNING = 256
@@ -70,11 +67,7 @@ class StoreThreads:
         try:
             return await asyncio.wait_for(asyncio.shield(future), timeout_s)
         except TimeoutError:
-            error = StoreUnavailable(f"store={self.store.name}: no answer within {timeout_s:g} s")
-        except StoreUnavailable as unavailable:
-            error = unavailable
-        log.error("store_unavailable", reason=error.detail)
-        raise error
+            raise StoreUnavailable(f"store={self.store.name}: no answer within {timeout_s:g} s") from None
 
     def _ended(self, future: asyncio.Future[T]) -> None:
         self._num_running -= 1

@@ -23,8 +23,10 @@ from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, tail_bytes
+from stoker.gateway.records.usage_tables import TABLES
 from stoker.gateway.store.slot_file import HEAD_BYTES, TAIL_BYTES
 from stoker.gateway.store.sqlite import SqliteStore
+from stoker.gateway.store.store import Tables
 
 ROW = UsageRow("r", 1000.0, "key", "tenant", "model", "session", "worker", "chat", 200, 100, 60, 7, 12.5, 80.0)
 FAST = MeterSettings(flush_s=0.01, flush_rows=50)
@@ -404,3 +406,40 @@ def test_only_the_owner_can_read_the_ledger(tmp_path: Path) -> None:
     modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
     meter.close()
     assert modes == dict.fromkeys(["usage.db", "usage.db-inflight", "usage.db-shm", "usage.db-wal"], "0o600")
+
+
+def test_a_ledger_of_the_first_version_is_migrated_with_its_sums(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    store = SqliteStore(path)
+    store.declare(Tables("usage", TABLES.migrations[:1]))
+    with store.transaction() as changes:
+        changes.execute("INSERT INTO prices VALUES (1, 5, 5, 5)")
+        for number in range(10):
+            values = (
+                f"r{number}",
+                50_000.0 * number,
+                "k",
+                "t",
+                "m",
+                None,
+                "w",
+                "chat",
+                200,
+                number,
+                0,
+                1,
+                None,
+                1.0,
+                0,
+                "",
+                1,
+            )
+            changes.execute(f"INSERT INTO usage VALUES ({', '.join('?' * 17)})", values)
+    store.close()
+    meter = open_meter(path)
+    record(meter, row(100, time_s=450_001.0, tenant="t", key_id="k", model="m"))
+    meter.close()
+    hours = "SELECT COUNT(*), SUM(requests), SUM(prompt_tokens) FROM usage_sums WHERE span_s = "
+    assert read(path, hours + "3600") == [(11, 11, 145)]
+    assert read(path, hours + "86400") == [(7, 11, 145)]
+    assert read(path, "SELECT hour_s FROM usage WHERE request_id = 'r9'") == [(450_000,)]
