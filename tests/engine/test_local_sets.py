@@ -18,6 +18,7 @@ from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, Sche
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockId, RequestId
 from stoker.engine.llm import LLM, LLMOutput
+from stoker.engine.rates import StepRates
 from stoker.engine.runner import PendingStep, Runner
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
@@ -179,7 +180,11 @@ def test_a_hand_over_pulls_all_tokens(model: TinyModel, transport: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_brings_back_what_the_next_token_sees(model: TinyModel, tier: str, tmp_path: Path) -> None:
+def test_a_tier_brings_back_what_the_next_token_sees(
+    model: TinyModel, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A model this small computes a block faster than a file is opened.
+    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
     store = StoreSettings(host_gib=0.01) if tier == "host" else StoreSettings(disk_dir=str(tmp_path))
     with engine(model.folder, settings(store=store)) as llm:
         assert tokens(ask(llm, model.prompts)) == model.answers
