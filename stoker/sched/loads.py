@@ -79,6 +79,8 @@ class PendingLoads:
             num_loaded, num_computed = 0, load.first * seq.block_tokens
         new_tokens = num_computed - load.first * seq.block_tokens
         pulled_tokens = min(result.num_pulled * seq.block_tokens, new_tokens)
+        if not load.keys and result.num_pulled:  # what a bounded reach sees stands for all tokens
+            pulled_tokens = new_tokens
         unfilled = load.blocks[num_loaded:]
         failed = num_computed < pending.end
         return FinishedLoad(seq, num_computed, new_tokens - pulled_tokens, pulled_tokens, unfilled, failed)
