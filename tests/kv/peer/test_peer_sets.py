@@ -50,12 +50,18 @@ def peers(theirs: list[KvLayout], ours: KvLayout, transport: str = "tcp") -> Ite
 def test_groups_that_keep_the_same_tokens_share_a_set() -> None:
     groups = (WINDOW, KvGroup(2, 4, 8), KvGroup(3, 8, 6), KvGroup(1, 4, 8, "chunk", 64), replace(WINDOW, num_layers=1))
     layout = KvLayout(groups, 16, "float32", 4)
-    assert [(one.reach.name, one.groups) for one in layout.sets] == [("", (1, 2)), ("window32", (0, 4)), ("chunk64", (3,))]
+    assert [(one.reach.name, one.groups) for one in layout.sets] == [
+        ("", (1, 2)),
+        ("window32", (0, 4)),
+        ("chunk64", (3,)),
+    ]
     alone = KvLayout((KvGroup(2, 4, 8), KvGroup(3, 8, 6)), 16, "float32", 4)
     assert alone.sets[0].layout is alone, "a model with one set keeps its bytes and its fingerprint"
     kv = DeviceKv(layout, [4, 3, 2], CPU)
     assert [group.kv_set for group in kv.groups] == [1, 0, 0, 2, 1]
-    assert kv.num_bytes == sum(count * one.layout.block_bytes for count, one in zip([4, 3, 2], layout.sets, strict=True))
+    assert kv.num_bytes == sum(
+        count * one.layout.block_bytes for count, one in zip([4, 3, 2], layout.sets, strict=True)
+    )
 
 
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "cuda_ipc"])
@@ -79,7 +85,9 @@ def test_each_set_is_pulled_from_its_own_pool(transport: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [replace(WINDOW, extent=33), KvGroup(2, 8, 6, "chunk", 32), KvGroup(2, 8, 6)], ids=["extent", "kind", "full"]
+    "other",
+    [replace(WINDOW, extent=33), KvGroup(2, 8, 6, "chunk", 32), KvGroup(2, 8, 6)],
+    ids=["extent", "kind", "full"],
 )
 def test_a_peer_with_other_sets_is_refused_by_name(other: KvGroup) -> None:
     ours = replace(LAYOUT, groups=(LAYOUT.groups[0], other, LAYOUT.groups[2]))
