@@ -21,7 +21,7 @@ class KvSettings:
     )
     num_blocks: int | None = setting(
         None,
-        "Number of KV blocks.",
+        "Number of KV blocks. Layers with a window or chunks have further blocks of their own, at most as many.",
         flag="--kv-blocks",
         ge=1,
         default_text="as many as the memory holds",
@@ -33,6 +33,14 @@ class KvSettings:
         unit="GiB",
         gt=0,
         default_text="on a GPU what the weights and the working memory leave free; on a CPU a share of the free RAM",
+    )
+    local_share: float = setting(
+        0.5,
+        "The largest share of the KV cache's memory that layers with a window or chunks get. They get less if all rows "
+        "together need less. Ignored with --kv-blocks.",
+        flag="--kv-local-share",
+        gt=0,
+        le=0.95,
     )
     gpu_memory_gib: float | None = setting(
         None,

@@ -17,7 +17,7 @@ import torch
 
 from stoker.base.clock import RealClock
 from stoker.base.config import EngineSettings
-from stoker.base.errors import ModelFilesError
+from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
@@ -28,8 +28,9 @@ from stoker.engine.gpu_steps import cut_heads
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
 from stoker.engine.kernel_plan import build_model, prepare_kernels
+from stoker.engine.kv_memory import blocks_per_set
 from stoker.engine.loop import Engine
-from stoker.engine.memory import ResolvedSettings, num_blocks, resolve, with_default_drafters
+from stoker.engine.memory import ResolvedSettings, resolve, with_default_drafters
 from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
@@ -69,7 +70,8 @@ class BuiltEngine:
 
     engine: Engine
     scheduler: Scheduler
-    pool: BlockPool
+    pool: BlockPool  # of the first KV set
+    local_pools: list[BlockPool]  # of the others, which have a bounded reach
     model: Model
     settings: ResolvedSettings
     layout: KvLayout
@@ -136,9 +138,10 @@ def build_engine(
     memory.add_line("weights", weight_bytes)
     with timeline.stage("KV"):
         kv, working = _make_kv(settings, family, resolved, model, draft)
-    layout, blocks = kv.layout, kv.num_blocks
-    memory.add_line("KV", blocks * (layout.block_bytes + kv.draft_block_bytes))
-    max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
+    layout = kv.layout
+    memory.add_line("KV", kv.num_bytes)
+    pool, *local_pools = _make_pools(kv, observer)
+    max_model_tokens = _max_model_tokens(resolved, pool)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(
         resolved.max_rows,
@@ -147,6 +150,7 @@ def build_engine(
         resolved.device,
         grammars or NoGrammars(),
         has_draft_model=draft is not None,
+        num_sets=len(layout.sets),
     )
     identity = _identity(folder, hf, kv, random_weights_seed, _number_format(kv, resolved, cpu_weights))
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
@@ -161,15 +165,12 @@ def build_engine(
     handoff = settings.handoff
     server = PeerServer(kv, identity, leases, handoff, released) if handoff.serves else None
     engine_id = server.engine_id if server is not None else uuid.uuid4().hex
-    pool = BlockPool(blocks, observer)
     lease = LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None
-    # An offered block cannot be reused until the store has copied it, so only a part of the pool is offered at a time.
-    max_offers = min(store.max_offers, blocks // 4)
-    config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, max_offers)
+    config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, store.max_offers)
     draft_counts = DraftCounts()
     stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
     parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks)
-    scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)))
+    scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)), local_pools)
     runner = Runner(
         model,
         family.shape.num_heads,
@@ -196,12 +197,13 @@ def build_engine(
     memory.add_reserve(working.reserve_bytes + working.spare_bytes)
     if handoff.serves or store.tiers:
         progress("measuring", 0, 1)
-        _measure_prefill(runner, config, blocks, rates, resolved)
+        _measure_prefill(runner, config, kv, rates, resolved)
         store.measure()
     return BuiltEngine(
         engine=engine,
         scheduler=scheduler,
         pool=pool,
+        local_pools=local_pools,
         model=model,
         settings=resolved,
         layout=layout,
@@ -297,14 +299,30 @@ def _make_kv(
         0 if draft is None else draft.logits_bytes(resolved.max_rows),
     )
     group = None if draft is None else draft.kv_group
-    blocks = num_blocks(settings, resolved, layout, working, group)
+    if group is not None and layout.sets[0].reach.is_bounded:
+        raise ConfigError("a draft model needs a model with layers that see all tokens; use --drafter without model:")
+    blocks = blocks_per_set(settings, resolved, layout, working, group)
     return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
+
+
+def _make_pools(kv: DeviceKv, observer: PoolObserver | None = None) -> list[BlockPool]:
+    """Return the pool of each KV set. The first one reports its blocks, so that each block key is reported once."""
+    observers = [observer, *[None] * len(kv.sets)]
+    sets = zip(kv.layout.sets, kv.sets, observers, strict=False)
+    return [BlockPool(memory.num_blocks, one, kv_set.reach) for kv_set, memory, one in sets]
+
+
+def _max_model_tokens(resolved: ResolvedSettings, pool: BlockPool) -> int:
+    """Return the longest context: the model's, or what the KV cache holds. A pool with a bounded reach limits nothing."""
+    if pool.reach.is_bounded:
+        return resolved.max_model_tokens
+    return min(resolved.max_model_tokens, pool.num_blocks * resolved.block_tokens)
 
 
 def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, draft: LoadedDraft | None) -> int:
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
-    most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // layout.block_bytes
+    most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // min(one.layout.block_bytes for one in layout.sets)
     groups = [(shape.num_heads, group) for group in layout.groups]
     if draft is not None:
         groups.append((draft.num_heads, draft.kv_group))
@@ -340,15 +358,16 @@ def _scheduler_config(
 
 
 def _measure_prefill(
-    runner: Runner, config: SchedulerConfig, num_blocks: int, rates: StepRates, resolved: ResolvedSettings
+    runner: Runner, config: SchedulerConfig, kv: DeviceKv, rates: StepRates, resolved: ResolvedSettings
 ) -> None:
     """Measure the prefill rate before the first request. The store compares it with the cost of loading KV.
 
-    Uses a scheduler and a pool of its own, so that its blocks never enter the prefix cache.
+    Uses a scheduler and pools of its own, so that its blocks never enter the prefix cache.
     """
-    context = min(resolved.max_model_tokens, num_blocks * config.block_tokens)
+    pool, *local_pools = _make_pools(kv)
+    context = _max_model_tokens(resolved, pool)
     size = min(_MEASURED_TOKENS[resolved.device.type], config.step_tokens, context - 1)
-    scheduler = Scheduler(replace(config, lease=None, max_offers=0), BlockPool(num_blocks))
+    scheduler = Scheduler(replace(config, lease=None, max_offers=0), pool, None, local_pools)
     for number in range(2):  # the first run only warms up
         request = GenerateRequest(RequestId(f"{number}"), [1 + number] * size, size, SamplingParams(temperature=0.0), 1)
         scheduler.add(request)
