@@ -14,6 +14,7 @@ from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.kv.blocks.layout import KvGroup, KvLayout
 from stoker.kv.device.device_kv import draft_block_bytes
 from stoker.models.family import ModelShape
+from stoker.parallel.shard import RankLayout
 from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
 _GIB = 1 << 30
@@ -44,6 +45,7 @@ class ResolvedSettings:
     max_model_tokens: int
     drafters: DrafterChoice
     exact: bool  # numerics=exact
+    layout: RankLayout
     keeps_spare: bool  # the worker keeps a second engine process, which has a context on the same device
 
 
@@ -62,6 +64,7 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
             f"max_model_tokens={settings.max_model_tokens}, but the model supports at most {shape.max_positions} tokens"
         )
     step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
+    layout = RankLayout(settings.ranks.tp, settings.ranks.pp, settings.ranks.ep)
     drafters = DrafterChoice.parse(OFF if settings.drafter is None else settings.drafter)
     return ResolvedSettings(
         device=device,
@@ -73,10 +76,11 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         target_itl_s=(settings.sched.target_itl_ms or (250.0 if on_cpu else 75.0)) / 1e3,
         threads=_threads(settings, on_cpu),
-        steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
+        steps_ahead=max(_steps_ahead(settings, on_cpu), layout.pp - 1),
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
         drafters=drafters,
         exact=is_exact(settings.numerics, has_drafter=drafters.is_on),
+        layout=layout,
         keeps_spare=settings.spare_engine == "on" or (settings.spare_engine is None and not on_cpu),
     )
 
@@ -134,10 +138,18 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _steps_ahead(settings: EngineSettings, on_cpu: bool) -> int:
+    return (0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead
+
+
 def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
-    cores = usable_cores()
+    cores, num_ranks = usable_cores(), settings.ranks.tp * settings.ranks.pp
     if settings.num_threads is not None:
         return FixedThreads(settings.num_threads)
+    if (
+        num_ranks > 1
+    ):  # they wait for each other in every layer, and threads beyond the cores would make them wait longer
+        return FixedThreads(max(1, min(4, cores // num_ranks)))
     return ThreadTuner(cores) if on_cpu else FixedThreads(min(4, cores))
 
 
@@ -163,7 +175,7 @@ def num_blocks(
     elif on_gpu:
         budget = free - working.total_bytes
     else:
-        share = min(_CPU_MAX_BYTES, int(available_ram() * _CPU_SHARE))
+        share = min(_CPU_MAX_BYTES, int(available_ram() * _CPU_SHARE)) // resolved.layout.num_ranks
         # All rows together cannot fill more than this. The remaining RAM is more useful as file cache.
         usable = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * block_bytes
         budget = min(usable, share)
