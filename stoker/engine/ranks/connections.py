@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,6 +14,7 @@ from stoker.engine.ranks.place import RankPlace, compare_ranks, find_place
 from stoker.models.family import ModelFamily
 from stoker.parallel.collectives import Collectives
 from stoker.parallel.gloo import GlooWorld
+from stoker.parallel.ipc_sum import IpcCollectives
 from stoker.parallel.nccl import NcclWorld
 
 _TIMEOUT_S = 60.0  # for a rank to arrive, after all of them have been started
@@ -48,10 +48,11 @@ def connect_ranks(
     groups: list[Collectives] = [control]
 
     def make_group(name: str, ranks: tuple[int, ...]) -> Collectives:
-        make: Callable[[str, tuple[int, ...]], Collectives] = world.group
+        on_host = world.group(name, ranks)
+        groups.append(on_host)
         if resolved.device.type == "cuda":
-            make = NcclWorld(world, resolved.device).group
-        groups.append(make(name, ranks))
+            nccl = NcclWorld(world, resolved.device).group(name, ranks)
+            groups.append(IpcCollectives(nccl, on_host, resolved.device))
         return groups[-1]
 
     return RankConnections(find_place(rank, family, resolved, make_group, control), tuple(groups), world)
