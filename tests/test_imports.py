@@ -51,7 +51,7 @@ TABLE = {
     "sched": Allowed("kv.blocks", light=True),
     "spec": Allowed("sched kv.blocks", "numpy", light=True),
     "kernels": Allowed("", ENGINE_SIDE),
-    "parallel": Allowed("sched kv.blocks", ENGINE_SIDE),
+    "parallel": Allowed("sched kv.blocks kernels", ENGINE_SIDE),
     "layers": Allowed("kernels kv.blocks kv.device parallel", ENGINE_SIDE),
     "models": Allowed("layers checkpoint.weight_files kv.blocks parallel", ENGINE_SIDE),
     "engine": Allowed("sched spec kv models checkpoint.weight_files layers kernels parallel", ENGINE_SIDE),

@@ -206,6 +206,41 @@ class SchedSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSettings:
+    """How one model is split over several GPUs, or over several processes on a CPU."""
+
+    tp: int = setting(
+        1,
+        "Tensor parallelism: ranks that split each layer. Each is a process with a GPU of its own; on a CPU they share the "
+        "cores.",
+        flag="--tp",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+    pp: int = setting(
+        1,
+        "Pipeline parallelism: stages that split the layers. Each has --tp ranks.",
+        flag="--pp",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+    ep: int = setting(
+        1,
+        "Expert parallelism: groups that split the experts, within the --tp ranks of a stage. 1 splits the width of every "
+        "expert instead.",
+        flag="--ep",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "ranks")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Everything that the engine process is configured with."""
 
@@ -223,7 +258,7 @@ class EngineSettings:
         "auto",
         "How the quantised weights of a GGUF file are served on a CPU. int8 keeps them in 8 bits and rounds the inputs of "
         "each matmul to 8 bits. float32 dequantises them, which is closer to the file's values. auto measures the matmuls "
-        "of both on the first start and takes the faster one. Workers that share KV must use the same.",
+        "of both on the first start and takes the faster one; with --tp it is float32. Workers that share KV must use the same.",
         flag="--cpu-weights",
         choices=("auto", "int8", "float32"),
     )
@@ -282,6 +317,7 @@ class EngineSettings:
     sched: SchedSettings = field(default_factory=SchedSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     handoff: HandoffSettings = field(default_factory=HandoffSettings)
+    ranks: RankSettings = field(default_factory=RankSettings)
 
     def __post_init__(self) -> None:
         check_settings(self, "engine")

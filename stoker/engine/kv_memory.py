@@ -89,7 +89,7 @@ def _budget(settings: EngineSettings, resolved: ResolvedSettings, working: Worki
     if resolved.device.type == "cuda":
         return _free_bytes(settings, resolved) - working.total_bytes
     # The RAM that KV cannot fill is more useful as file cache.
-    return min(useful_bytes, _CPU_MAX_BYTES, int(available_ram() * _CPU_SHARE))
+    return min(useful_bytes, min(_CPU_MAX_BYTES, int(available_ram() * _CPU_SHARE)) // resolved.layout.num_ranks)
 
 
 def _free_bytes(settings: EngineSettings, resolved: ResolvedSettings) -> int:

@@ -12,6 +12,7 @@ from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.models.family import ModelShape
+from stoker.parallel.shard import RankLayout
 from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
 # The arithmetic of the largest captured step. It takes an H200 about 50 ms, longer than the host needs to launch it.
@@ -37,6 +38,7 @@ class ResolvedSettings:
     max_model_tokens: int
     drafters: DrafterChoice
     exact: bool  # numerics=exact
+    layout: RankLayout
     keeps_spare: bool  # the worker keeps a second engine process, which has a context on the same device
 
 
@@ -55,6 +57,7 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
             f"max_model_tokens={settings.max_model_tokens}, but the model supports at most {shape.max_positions} tokens"
         )
     step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
+    layout = RankLayout(settings.ranks.tp, settings.ranks.pp, settings.ranks.ep)
     drafters = DrafterChoice.parse(OFF if settings.drafter is None else settings.drafter)
     return ResolvedSettings(
         device=device,
@@ -66,10 +69,11 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         target_itl_s=(settings.sched.target_itl_ms or (250.0 if on_cpu else 75.0)) / 1e3,
         threads=_threads(settings, on_cpu),
-        steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
+        steps_ahead=max(_steps_ahead(settings, on_cpu), layout.pp - 1),
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
         drafters=drafters,
         exact=is_exact(settings.numerics, has_drafter=drafters.is_on),
+        layout=layout,
         keeps_spare=settings.spare_engine == "on" or (settings.spare_engine is None and not on_cpu),
     )
 
@@ -127,8 +131,16 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _steps_ahead(settings: EngineSettings, on_cpu: bool) -> int:
+    return (0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead
+
+
 def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
-    cores = usable_cores()
+    cores, num_ranks = usable_cores(), settings.ranks.tp * settings.ranks.pp
     if settings.num_threads is not None:
         return FixedThreads(settings.num_threads)
+    if (
+        num_ranks > 1
+    ):  # they wait for each other in every layer, and threads beyond the cores would make them wait longer
+        return FixedThreads(max(1, min(4, cores // num_ranks)))
     return ThreadTuner(cores) if on_cpu else FixedThreads(min(4, cores))

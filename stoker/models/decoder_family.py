@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, Self
 
+from stoker.base.errors import ConfigError
 from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import Decoder, DecoderConfig
 from stoker.models.dense import WeightNames
@@ -38,9 +39,15 @@ class DecoderFamily:
             num_kv_heads=attention.num_kv_heads,
             active_weights=config.active_weights,
         )
+        counts = [sum(layer.group == i for layer in config.layers) for i in range(len(self.kv_groups))]
+        if 0 in counts:
+            kind, numbers = self.kv_groups[counts.index(0)].kind, shard.layers_of(self.shape.num_layers)
+            raise ConfigError(
+                f"pp: the stage with layers {numbers.start} to {numbers.stop - 1} has none with attention of the kind {kind}; "
+                "use fewer stages"
+            )
         part.kv_groups = tuple(
-            replace(group, num_layers=sum(layer.group == i for layer in config.layers))
-            for i, group in enumerate(self.kv_groups)
+            replace(group, num_layers=count) for group, count in zip(self.kv_groups, counts, strict=True)
         )
         part.ignored = self.ignored | {rule.source for rule in self.rules}  # the tensors of other ranks
         part.rules = self._names(self._config, shard).rules()

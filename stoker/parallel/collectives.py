@@ -11,6 +11,11 @@ from typing import Protocol
 from torch import Tensor
 
 
+class ExchangeFailed(RuntimeError):
+    """An exchange with other ranks failed, nearly always because one of them has ended. Which one is found by its
+    heartbeat."""
+
+
 class Transfer(Protocol):
     """A tensor on its way to another rank. Its memory must not change before `wait` returns."""
 

@@ -6,6 +6,8 @@ The process group is an object of its own, not torch's global one: a process may
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from stoker.parallel.collectives import Transfer, sum_in_order
+from stoker.parallel.collectives import ExchangeFailed, Transfer, sum_in_order
 
 dist: Any = torch.distributed  # its compiled classes have no complete type annotations
 
@@ -33,10 +35,13 @@ class GlooWorld:
     def port(self) -> int:
         return int(self._store.port)
 
+    def store(self, name: str) -> Any:
+        """Return a key-value store that all ranks share, with names of its own."""
+        return dist.PrefixStore(name, self._store)
+
     def group(self, name: str, ranks: tuple[int, ...]) -> GlooCollectives:
         """Return this rank's side of a group. All of its ranks must call this."""
-        store = dist.PrefixStore(name, self._store)
-        return GlooCollectives(store, ranks.index(self.rank), len(ranks), self._timeout)
+        return GlooCollectives(self.store(name), ranks.index(self.rank), len(ranks), self._timeout)
 
 
 class GlooCollectives:
@@ -49,17 +54,20 @@ class GlooCollectives:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
-        self._group.allgather([parts], [x]).wait()
+        with _exchange():
+            self._group.allgather([parts], [x]).wait()
         return parts
 
     def sum(self, x: Tensor) -> Tensor:
         return sum_in_order(self.gather(x.contiguous()))
 
     def send(self, x: Tensor, rank: int) -> Transfer:
-        return _Sending(x, self._group.send([x], rank, 0))
+        with _exchange():
+            return _Sending(x, self._group.send([x], rank, 0))
 
     def receive(self, into: Tensor, rank: int) -> None:
-        self._group.recv([into], rank, 0).wait()
+        with _exchange():
+            self._group.recv([into], rank, 0).wait()
 
     def close(self) -> None:
         self._group.abort()
@@ -72,4 +80,13 @@ class _Sending:
         self._tensor, self._work = x, work
 
     def wait(self) -> None:
-        self._work.wait()
+        with _exchange():
+            self._work.wait()
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeFailed(str(error).partition(". This is")[0]) from error

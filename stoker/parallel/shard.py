@@ -92,13 +92,17 @@ class Shard:
         """Return this rank's parts of the query heads and of the KV heads. If there are fewer KV heads than ranks, several
         ranks hold the same one."""
         self.piece.size_of(num_heads, f"tp={self.tp}: num_attention_heads")
+        return self.piece, self.kv_heads(num_kv_heads)
+
+    def kv_heads(self, num_kv_heads: int) -> Piece:
+        """Return this rank's part of the KV heads."""
         if num_kv_heads % self.tp == 0:
-            return self.piece, self.piece
+            return self.piece
         if self.tp % num_kv_heads:
             raise ConfigError(
                 f"tp={self.tp}: num_key_value_heads {num_kv_heads} must be a multiple of the number of ranks, or divide it"
             )
-        return self.piece, Piece(self.tp_rank * num_kv_heads // self.tp, num_kv_heads)
+        return Piece(self.tp_rank * num_kv_heads // self.tp, num_kv_heads)
 
     def experts(self, num_experts: int) -> range:
         """Return the experts of this rank."""

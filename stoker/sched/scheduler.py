@@ -13,7 +13,7 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -57,6 +57,10 @@ class SchedulerConfig:
     target_itl_s: float = math.inf  # goal for the time between tokens, which limits mixed steps; infinity: no goal
     vocab_size: int | None = None  # None: accept any token id
     max_tokens: int | None = None  # limit of one sequence, prompt included; None: limited by the KV cache only
+    # Stages of the pipeline that executes the plans. With several, a sequence is not planned again before its sampled token
+    # is known, and each plan has its share of the sequences that decode.
+    stages: int = 1
+    pulls: bool = True  # False: KV of other workers is not pulled, and the tokens are computed
 
 
 @dataclass(slots=True)
@@ -105,6 +109,9 @@ class Scheduler:
         self._running: list[Sequence] = []  # ordered by precedence; includes loading sequences
         self._free_rows = [Row(row) for row in reversed(range(config.max_rows))]
         self._freed_rows: list[Row] = []  # passed to the runner with the next plan
+        # Rows that a launched step of a pipeline still samples for, with the number of plans that must be committed first.
+        self._cooling_rows: deque[tuple[int, Row]] = deque()
+        self._num_plans = self._num_commits = 0
         self._launched: deque[_LaunchedPlan] = deque()
         self._loads = PendingLoads(self._sets)
         self._unfilled: list[BlockId] = []  # blocks of failed loads in the first KV set, cleared with the next plan
@@ -145,6 +152,8 @@ class Scheduler:
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading."""
         config = self._config
+        if not config.pulls and request.ticket is not None:
+            request = replace(request, ticket=None)
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
         check_request(request, config.max_tokens, self._sets.max_tokens, config.vocab_size)
@@ -232,9 +241,9 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute now."""
-        to_compute = [(seq, seq.num_to_compute) for seq in self._running]
+        to_compute = [(seq, seq.num_to_compute) for seq in self._running if self._is_plannable(seq)]
         # Decode comes before prefill, so that a long prompt does not stall the sequences that decode.
-        decodes = [entry for entry in to_compute if entry[1] == 1]
+        decodes = self._stage_share([entry for entry in to_compute if entry[1] == 1])
         prefills = [entry for entry in to_compute if entry[1] > 1]
         builder = PlanBuilder(self._budget(len(decodes), prefills), [[] for _ in self._sets.pools])
         for seq, num_to_compute in decodes:
@@ -256,10 +265,23 @@ class Scheduler:
         plan = builder.build(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
+        self._num_plans += 1
         self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
         self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
         self.counters.draft_tokens += plan.num_drafts
         return plan
+
+    def _is_plannable(self, seq: Sequence) -> bool:
+        """Return False while a pipeline samples the sequence's next token: the later stages do not know it."""
+        return self._config.stages == 1 or not seq.num_pending
+
+    def _stage_share(self, decodes: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Return the part of the decoding sequences that one plan of a pipeline has, so that the plans in flight together have
+        them all."""
+        stages = self._config.stages
+        if stages == 1:
+            return decodes
+        return decodes[: -(-len(self._running) // stages)]
 
     def _add_drafts(self, builder: PlanBuilder, mixed: bool) -> None:
         """Add drafts to the scheduled sequences, all of which decode.
@@ -303,6 +325,9 @@ class Scheduler:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
         spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        self._num_commits += 1
+        while self._cooling_rows and self._cooling_rows[0][0] <= self._num_commits:
+            self._give_back_row(self._cooling_rows.popleft()[1])
         done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
             self.step_size.record(num_tokens, len(spans), result.step_s)
@@ -512,10 +537,10 @@ class Scheduler:
             return False
         if not self._sets.can_start(match, wanted, preemptible):
             return False
-        while preemptible and (not self._free_rows or not self._sets.can_start(match, wanted)):
+        while preemptible and (not (self._free_rows or self._cooling_rows) or not self._sets.can_start(match, wanted)):
             self._preempt(preemptible.pop(), builder)
         # There may still be too few blocks, if the preempted sequences shared theirs with others.
-        return self._sets.can_start(match, wanted)
+        return bool(self._free_rows) and self._sets.can_start(match, wanted)
 
     def _count_cached(self, seq: Sequence, num_tokens: int) -> None:
         if seq.cached_tokens is None:
@@ -589,11 +614,17 @@ class Scheduler:
             self._leases.blocks_released(seq.request.lease_id)
         if seq.state is not SequenceState.LOADING:  # a load still writes into its blocks: finish_load() releases them
             self._sets.release(seq)
-        self._free_rows.append(seq.running_row)
-        self._freed_rows.append(seq.running_row)
+        if self._config.stages == 1 or self._num_plans == self._num_commits:
+            self._give_back_row(seq.running_row)
+        else:
+            self._cooling_rows.append((self._num_plans, seq.running_row))
         seq.row = None
         seq.uploaded_tape = None
         seq.row_epoch += 1
+
+    def _give_back_row(self, row: Row) -> None:
+        self._free_rows.append(row)
+        self._freed_rows.append(row)
 
 
 def _up_to_last(seq: Sequence, token_ids: list[int]) -> list[int]:

@@ -68,7 +68,7 @@ def test_a_gpu_step_is_waited_for_even_if_it_samples_nothing(monkeypatch: pytest
     model: Any = None
     rows = RowTable(1, 1, 10, torch.device("cpu"), NoGrammars())
     runner = Runner(model, 1, kv, rows, FixedThreads(torch.get_num_threads()), 16)
-    monkeypatch.setattr(runner, "_step", lambda plan, states: None)
+    monkeypatch.setattr(runner, "_step", lambda plan, states: lambda: None)
     row = Row(0)
     plan = StepPlan([Span(row, 0, 2, False)], [1, 2], new_rows=[NewRow(row, SamplingParams(), [1, 2, 3], 3, 1)])
     step = runner.launch(plan)

@@ -18,11 +18,12 @@ from models.eagle3_files import FORMATS, make_tensors, write_head
 
 from bench.support.model_shapes import SHAPES
 from stoker.base.config import EngineSettings
-from stoker.engine.build import kv_layout, read_hf_config
 from stoker.engine.draft_model import open_draft
 from stoker.engine.gpu_steps import GpuSteps
 from stoker.engine.kernel_plan import find_launches, make_stand_in
 from stoker.engine.memory import resolve_on
+from stoker.engine.model_identity import read_hf_config
+from stoker.engine.part import kv_layout
 from stoker.kernels.compiled.compile_ahead import KernelLaunch, compile_all, recorded_launches
 from stoker.kernels.compiled.cross_compile import compile_for
 from stoker.kernels.compiled.kernel_archive import KernelArchive, Manifest, write_archive
