@@ -24,7 +24,7 @@ from stoker.engine.kernel_limits import explain_kernel_error
 from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, resolve
 from stoker.engine.model_identity import kv_identity, number_format, read_hf_config
-from stoker.engine.part import ModelSource, Progress, build_part, kv_layout
+from stoker.engine.part import ModelSource, Progress, build_part, kv_layout, max_context
 from stoker.engine.ranks.rank_host import NoRanks, RankHost, check_ranks
 from stoker.engine.ranks.rank_processes import RankProcesses
 from stoker.engine.rates import StepRates

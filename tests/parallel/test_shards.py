@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.large_checkpoint import CONFIG
 
+from bench.support.large_checkpoint import CONFIG
 from stoker.base.errors import ConfigError
 from stoker.models.family import MODELS, Rule, family_of
 from stoker.parallel.shard import Piece, RankLayout, Shard, shards_of, split_layers
