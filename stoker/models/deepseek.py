@@ -42,6 +42,7 @@ _UNSUPPORTED = {
     "sliding_window": "sliding-window attention",
     "swiglu_limit": "a limit of the MLP's activation",
 }
+_MAX_DRAFTING = 16  # layers for drafts
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -118,7 +119,7 @@ class DeepseekV3:
         self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
         names = DeepseekNames(config, self._prefix)
         self.rules = names.rules()
-        drafting = range(len(config.layers), len(config.layers) + _count(hf, "num_nextn_predict_layers"))
+        drafting = range(len(config.layers), len(config.layers) + _num_drafting(hf))
         self.ignored = (
             names.ignored() | {f"{self._prefix}model.layers.{number}." for number in drafting} | self._not_text
         )
@@ -128,7 +129,7 @@ class DeepseekV3:
 
     def open_prediction(self, folder: Path) -> DraftCheckpoint:
         """See PredictsMore."""
-        if not _count(self._hf, "num_nextn_predict_layers"):
+        if not _num_drafting(self._hf):
             raise ModelFilesError(
                 f"{folder}: config.json has no layer for drafts (num_nextn_predict_layers is 0); leave out the drafter 'mtp'"
             )
@@ -231,6 +232,15 @@ def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:
     size, num_shared = field(hf, "moe_intermediate_size", int), _count(hf, "n_shared_experts")
     routing = read_sigmoid_routing(hf, num_experts)
     return MoeConfig(num_experts, size, routing, MlpConfig(num_shared * size) if num_shared else None)
+
+
+def _num_drafting(hf: Mapping[str, Any]) -> int:
+    """Return the number of layers for drafts."""
+    if (count := _count(hf, "num_nextn_predict_layers")) > _MAX_DRAFTING:
+        raise ModelFilesError(
+            f"config.json: num_nextn_predict_layers is {count}, and at most {_MAX_DRAFTING} are supported"
+        )
+    return count
 
 
 def _count(hf: Mapping[str, Any], name: str) -> int:
