@@ -103,8 +103,9 @@ def _attend_ref(query: Tensor, pages: Tensor, group: SpanGroup | RowGroup, shape
     """[tokens, heads, width] -> [tokens, heads, latent]"""
     width, latent = shape.width, shape.latent
     if isinstance(group, RowGroup):
-        keys = pages.view(-1, width)
-        if group.gathered is not None:
+        if group.gathered is None:
+            keys = pages.view(-1, width)
+        else:
             assert group.dtype is not None
             keys = kv_read(pages, _key_pages(group.gathered), width, group.dtype).view(-1, width)
             query = query.to(group.dtype)

@@ -184,6 +184,8 @@ def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -
 
 
 def _yarn_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -> RopeConfig:
+    if theta <= 1:
+        raise ModelFilesError(f"config.json: rope_theta is {theta}, and YaRN needs more than 1")
     original = field(scaling, "original_max_position_embeddings", int, max_positions)
     factor = field(scaling, "factor", float, max_positions / original)
     mscale, mscale_all_dim = (_optional(scaling, name) for name in ("mscale", "mscale_all_dim"))

@@ -245,7 +245,10 @@ def _read_compressed(config: Mapping[str, Any]) -> Quantisation:
         kind = group.get("format") or field(config, "format", str)
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         read.append(Group(Names.read(group.get("targets") or ()), _read_weights(kind, weights, inputs)))
-    return Quantisation(tuple(read), Names.read(config.get("ignore") or ()))
+    ignored = config.get("ignore") or []
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        raise ModelFilesError(f"config.json: quantization_config's 'ignore' must be a list of names, found {ignored!r}")
+    return Quantisation(tuple(read), Names.read(ignored))
 
 
 def _read_weights(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Stored:

@@ -149,7 +149,11 @@ def test_the_cache_of_published_models() -> None:
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim"),
         ({"q_lora_rank": None, "attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {**KIMI_INT4, "ignore": 5}}, "ignore"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic"),
+        ({"rope_theta": 1.0}, "rope_theta"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], named: str) -> None:

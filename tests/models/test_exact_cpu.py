@@ -94,13 +94,13 @@ MODELS = {
 NAMED = [f"{name} float32" for name in MODELS]
 
 
-@pytest.fixture(scope="module", params=["float32", "float64", "bfloat16", *NAMED, "int8 KV"])
+@pytest.fixture(scope="module", params=["float32", "float64", "bfloat16", *NAMED, "int8 KV", "mla int8 KV"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltEngine:
     name = MODELS.get(request.param.split()[0], "llama")
     dtype = request.param.split()[-1].replace("KV", "float32")
     folder = tmp_path_factory.mktemp("model")
     make_tiny(folder, name)
-    kv = KvSettings(num_blocks=64, block_tokens=8, dtype="int8" if request.param == "int8 KV" else "auto")
+    kv = KvSettings(num_blocks=64, block_tokens=8, dtype="int8" if request.param.endswith("int8 KV") else "auto")
     return build_engine(folder, EngineSettings(device="cpu", dtype=dtype, numerics="exact", kv=kv))
 
 
