@@ -175,6 +175,18 @@ MLA = {
 }
 
 
+SHAPES_OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": MOE,
+    "DeepseekV3ForCausalLM": MLA,
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160, "first_k_dense_replace": 1,
+        "use_qk_norm": True, "attention_bias": True,
+    },
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 160, "rotary_dim": 16},
+}  # fmt: skip
+_QUANTISED = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
 def make_moe(
     folder: Path,
     scheme: str,
@@ -187,7 +199,7 @@ def make_moe(
     said, store = SCHEMES[scheme]
     torch.manual_seed(0)
     model_class = getattr(transformers, architecture)
-    shape = {**SHAPE, **(MOE if architecture == "Qwen3MoeForCausalLM" else MLA)}
+    shape = {**SHAPE, **SHAPES_OF_EXPERTS[architecture]}
     model = model_class(model_class.config_class(**shape)).eval()
     with torch.no_grad():
         for values in model.state_dict().values():
@@ -197,7 +209,7 @@ def make_moe(
     meant, tensors = load_file(meant_folder / "model.safetensors"), {}
     for name, tensor in list(meant.items()):
         module = name.removesuffix(".weight")
-        if name.endswith(("_proj.weight", "_with_mqa.weight")) and is_quantised(module):
+        if name.endswith(_QUANTISED) and is_quantised(module):
             stored, meant[name] = store(module, tensor)
             tensors |= stored
         else:
