@@ -230,8 +230,8 @@ class EngineSettings:
     drafter: str | None = setting(
         None,
         "Speculative decoding: where drafts come from. off, or names separated by commas: auto (all of: prediction, "
-        "cache, suffix, ngram, grammar), and eagle3:FOLDER for a draft model. Answers are the same with and without "
-        "drafts; see docs/speculation.md.",
+        "cache, suffix, ngram, grammar), and eagle3:FOLDER for a draft model, or mtp for the layer for drafts that the "
+        "model's own files have. Answers are the same with and without drafts; see docs/speculation.md.",
         flag="--drafter",
         metavar="off|auto|NAME[:ARG]",
         default_text="auto for 8-bit weights on a CPU (--cpu-weights), else off",

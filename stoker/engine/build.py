@@ -22,7 +22,7 @@ from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
-from stoker.engine.draft_model import LoadedDraft, open_draft
+from stoker.engine.draft_model import LoadedDraft, open_draft, open_own_draft
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.gpu_steps import cut_heads
 from stoker.engine.grammar import Grammars, NoGrammars
@@ -46,12 +46,14 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
+from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily, family_of
 from stoker.models.weights import load, parameter_slices
 from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.spec.choose_drafters import EAGLE3, MTP, DrafterChoice
 from stoker.spec.draft_counts import DraftCounts
 from stoker.spec.drafter import DrafterParts
 from stoker.spec.stored_blocks import StoredBlocks
@@ -122,8 +124,7 @@ def build_engine(
         memory = MemoryTable(resolved.device)
     if tuning_dir is not None and resolved.device.type == "cuda":
         load_tuning(tuning_dir, resolved.device)
-    draft_folder = None if resolved.drafters.draft_model is None else Path(resolved.drafters.draft_model)
-    checkpoint = None if draft_folder is None else open_draft(draft_folder, read_hf_config(draft_folder), family)
+    checkpoint = _open_draft(resolved.drafters, folder, family)
     kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved), checkpoint)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -218,6 +219,16 @@ def build_engine(
         draft_counts=draft_counts,
         stored_blocks=stored_blocks,
     )
+
+
+def _open_draft(drafters: DrafterChoice, folder: Path, family: ModelFamily) -> DraftCheckpoint | None:
+    """Return the files of the draft model, if there is one. `folder` is the target model's."""
+    if drafters.draft_model == MTP:
+        return open_own_draft(folder, family)
+    if drafters.draft_model is None:
+        return None
+    draft_folder = Path(drafters.arguments[EAGLE3])
+    return open_draft(draft_folder, read_hf_config(draft_folder), family)
 
 
 def _number_format(kv: DeviceKv, resolved: ResolvedSettings, cpu_weights: CpuWeights) -> str:

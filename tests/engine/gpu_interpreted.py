@@ -132,30 +132,31 @@ def answers(
 
 
 @pytest.mark.parametrize(
-    ("graphs", "samplings", "num_blocks", "kv_dtype", "drafts", "model"),
+    ("model", "graphs", "samplings", "num_blocks", "kv_dtype", "drafts"),
     [
-        (NothingCaptured, PLAIN, 64, "auto", True, "qwen3"),
-        (AllCaptured, WITH_EXTRAS, 4, "auto", True, "qwen3"),  # sampled by the reference, with preemption
-        (NothingCaptured, PLAIN[:3], 64, "int8", False, "qwen3"),
-        (AllCaptured, PLAIN[:2], 64, "auto", True, "gpt-oss"),
-        (NothingCaptured, PLAIN[:2], 64, "auto", True, "llama4-scout"),
+        ("qwen3", NothingCaptured, PLAIN, 64, "auto", True),
+        ("qwen3", AllCaptured, WITH_EXTRAS, 4, "auto", True),  # sampled by the reference, with preemption
+        ("qwen3", NothingCaptured, PLAIN[:3], 64, "int8", False),
+        ("deepseek", NothingCaptured, PLAIN[:2], 64, "auto", True),
+        ("gpt-oss", AllCaptured, PLAIN[:2], 64, "auto", True),
+        ("llama4-scout", NothingCaptured, PLAIN[:2], 64, "auto", True),
     ],
 )
 def test_gpu_steps_give_the_tokens_of_the_references(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    model: str,
     graphs: type[NothingCaptured],
     samplings: list[SamplingParams],
     num_blocks: int,
     kv_dtype: str,
     drafts: bool,
-    model: str,
 ) -> None:
     # With one layer, only the attention of the last token would matter.
     changes = {"no_rope_layers": [1, 0]} if model == "llama4-scout" else {}
     make_tiny(tmp_path, model, torch.float32, num_hidden_layers=2, **changes)
     expected = answers(tmp_path, samplings, num_blocks, kv_dtype)
-    for name in ("paged", "rope_write"):
+    for name in ("paged", "rope_write", "mla", "latent_write", "head_matmul"):
         monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
     monkeypatch.setattr(gpu_steps, "StepGraphs", graphs)
     monkeypatch.setattr(gpu_steps, "DensePlans", DenseLengths)
