@@ -159,7 +159,10 @@ class RemotePeer:
         self._welcome = load_json(connection.receive(FrameKind.WELCOME, hello=True)[1])
 
     def _open(self, connection: PeerConnection, kv: SetKv, kv_set: int, before_write: BeforeWrite) -> Link:
-        reasons, layout = [], self.layout.sets[kv_set].layout
+        reasons, sets = [], self.layout.sets
+        if kv_set >= len(sets):
+            raise BadFrame(f"a layout with {len(sets)} KV sets, and set {kv_set} is needed")
+        layout = sets[kv_set].layout
         for name, transport in self._transports.items():
             if name not in self._welcome.get("transports", ()):
                 reasons.append(f"{name}: not offered")
