@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from stoker.base.ids import BlockId, Row
-from stoker.parallel.plan_frame import Command, Frame, FrameError, decode, digest_of, encode
+from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
 from stoker.parallel.rank_link import Kind, LinkMessage
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
 from stoker.parallel.ring import RingFiles, RingFull, RingReader, RingWriter
@@ -52,15 +52,15 @@ def random_plan(rng: random.Random) -> StepPlan:
 def test_a_plan_survives_as_bytes() -> None:
     rng = random.Random(0)
     for step in range(200):
-        frame = Frame(Command.STEP, step, random_plan(rng))
+        frame = Frame(RankCommand.STEP, step, random_plan(rng))
         assert decode(encode(frame)) == frame
-    assert decode(encode(Frame(Command.FINISH, 7))) == Frame(Command.FINISH, 7)
+    assert decode(encode(Frame(RankCommand.FINISH, 7))) == Frame(RankCommand.FINISH, 7)
 
 
 def test_damaged_plans_are_refused_and_nothing_else_happens() -> None:
     rng, refused = random.Random(1), 0
     for _ in range(2000):
-        data = bytearray(encode(Frame(Command.STEP, 1, random_plan(rng))))
+        data = bytearray(encode(Frame(RankCommand.STEP, 1, random_plan(rng))))
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         if rng.random() < 0.3:
