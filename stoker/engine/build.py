@@ -122,8 +122,7 @@ def build_engine(
         place = ranks.connect(source, family, settings, resolved)
         options = (place, grammars or NoGrammars(), checkpoint, progress, timeline)
         part = build_part(family, source, settings, resolved, *options)
-        num_tokens = part.kv.num_blocks * part.kv.layout.block_tokens
-        runner = ranks.drive(part.runner, num_tokens)
+        runner = ranks.drive(part.runner)
         undo.pop_all()
     resolved, kv, working, model = part.resolved, part.kv, part.working, part.model
     layout, blocks, max_model_tokens = kv.layout, kv.num_blocks, part.max_model_tokens

@@ -75,7 +75,7 @@ def test_damaged_plans_are_refused_and_nothing_else_happens() -> None:
 def test_every_reader_gets_every_frame_in_order() -> None:
     rng, files = random.Random(2), RingFiles.create(2)
     writer = RingWriter(files, 4096, 5.0)
-    frames = [os.urandom(rng.randint(0, 1500)) for _ in range(300)]
+    frames = [os.urandom(rng.choice([0, 7, 1500, 20_000])) for _ in range(200)]  # some are longer than the ring
     got: list[list[bytes]] = [[], []]
 
     def read(index: int) -> None:
@@ -101,13 +101,10 @@ def test_a_reader_that_stops_does_not_block_the_writer_for_ever() -> None:
     writer = RingWriter(files, 1024, 0.05)
     reader = RingReader(files.memory, files.events[0], 0, 1)
     assert reader.receive(0.01) is None
-    writer.send(bytes(600))
-    with pytest.raises(RingFull, match="reader 0 has not read 608 bytes"):
-        writer.send(bytes(600))
-    with pytest.raises(RingFull, match="does not fit into a ring of 1,024"):
+    writer.send(bytes(200))
+    with pytest.raises(RingFull, match="reader 0 has not read 1,000 bytes"):
         writer.send(bytes(2000))
-    assert reader.receive(0.01) == bytes(600)
-    writer.send(bytes(600))
+    assert reader.receive(0.01) == bytes(200)
     files.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from stoker.engine.runner import PendingStep, Runner
+from stoker.parallel.collectives import ExchangeFailed
 from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
 from stoker.parallel.rank_link import Kind
 from stoker.sched.plan import StepPlan, StepResult
@@ -46,7 +47,7 @@ class RankedStep:
             self._finish = None
         try:
             result = self._pending.wait()
-        except RuntimeError as error:  # a collective failed
+        except ExchangeFailed as error:
             raise self._ranks.explain(error) from error
         self._ranks.expect(Kind.SAMPLED, self._number, digest_of(self._pending.token_bytes))
         self._ranks.check()
@@ -66,7 +67,7 @@ class RankedRunner:
         number = self._send(RankCommand.STEP, plan)
         try:
             pending = self._runner.launch(plan)
-        except RuntimeError as error:
+        except ExchangeFailed as error:
             raise self._ranks.explain(error) from error
         return RankedStep(pending, number, self._ranks, self._send_finish if self._is_deferred else None)
 
