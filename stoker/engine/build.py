@@ -125,7 +125,7 @@ def build_engine(
         place = ranks.connect(source, family, settings, resolved)
         options = (place, grammars or NoGrammars(), checkpoint, progress, timeline)
         part = build_part(family, source, settings, resolved, *options)
-        runner = ranks.drive(part.runner, part.max_model_tokens)
+        runner = ranks.drive(part.runner)
         undo.pop_all()
     resolved, kv, working, model = part.resolved, part.kv, part.working, part.model
     layout, max_model_tokens = kv.layout, part.max_model_tokens

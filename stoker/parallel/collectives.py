@@ -6,6 +6,8 @@ does not depend on arrival, and is the same for processes (gloo.py) and for thre
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +16,15 @@ from torch import Tensor
 class ExchangeFailed(RuntimeError):
     """An exchange with other ranks failed, nearly always because one of them has ended. Which one is found by its
     heartbeat."""
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """Raise ExchangeFailed for an error of a collective in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeFailed(str(error).partition(". This is")[0] or type(error).__name__) from error
 
 
 class Transfer(Protocol):

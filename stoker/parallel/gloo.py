@@ -6,8 +6,7 @@ The process group is an object of its own, not torch's global one: a process may
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from stoker.parallel.collectives import ExchangeFailed, Transfer, sum_in_order
+from stoker.parallel.collectives import Transfer, exchanging, sum_in_order
 
 dist: Any = torch.distributed  # its compiled classes have no complete type annotations
 
@@ -23,17 +22,18 @@ dist: Any = torch.distributed  # its compiled classes have no complete type anno
 class GlooWorld:
     """The rendezvous of all ranks of an engine. Rank 0 listens; the others connect to it."""
 
-    def __init__(self, host: str, port: int, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """With port 0, rank 0 picks a free one (`port`). A rank that does not arrive within `timeout_s` is an error."""
+    def __init__(
+        self, host: str, port: int, rank: int, num_ranks: int, timeout_s: float, listener: socket.socket | None = None
+    ) -> None:
+        """Rank 0 has the `listener` at this address; a server that opens its own would listen on all interfaces. A rank that
+        does not arrive within `timeout_s` is an error. All connections use the interface of `host`."""
         self.rank, self.num_ranks = rank, num_ranks
-        self._timeout = timedelta(seconds=timeout_s)
+        self._host, self._timeout = host, timedelta(seconds=timeout_s)
+        # The store closes the file descriptor when it ends.
+        listening = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
         self._store = dist.TCPStore(
-            host, port, None, is_master=rank == 0, timeout=self._timeout, wait_for_workers=False, multi_tenant=True
+            host, port, None, timeout=self._timeout, wait_for_workers=False, use_libuv=True, **listening
         )
-
-    @property
-    def port(self) -> int:
-        return int(self._store.port)
 
     def store(self, name: str) -> Any:
         """Return a key-value store that all ranks share, with names of its own."""
@@ -41,20 +41,23 @@ class GlooWorld:
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GlooCollectives:
         """Return this rank's side of a group. All of its ranks must call this."""
-        return GlooCollectives(self.store(name), ranks.index(self.rank), len(ranks), self._timeout)
+        return GlooCollectives(self.store(name), ranks.index(self.rank), len(ranks), self._host, self._timeout)
 
 
 class GlooCollectives:
-    def __init__(self, store: Any, rank: int, num_ranks: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int, host: str, timeout: timedelta) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._group = dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timeout
+        self._group = dist.ProcessGroupGloo(store, rank, num_ranks, options)
         # A step may take minutes on a CPU. A rank that dies or hangs is noticed by its heartbeat (rank_watch.py), and its end
         # closes the connections.
         self._group._set_default_timeout(timedelta(days=1))
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
-        with _exchange():
+        with exchanging():
             self._group.allgather([parts], [x]).wait()
         return parts
 
@@ -62,11 +65,11 @@ class GlooCollectives:
         return sum_in_order(self.gather(x.contiguous()))
 
     def send(self, x: Tensor, rank: int) -> Transfer:
-        with _exchange():
+        with exchanging():
             return _Sending(x, self._group.send([x], rank, 0))
 
     def receive(self, into: Tensor, rank: int) -> None:
-        with _exchange():
+        with exchanging():
             self._group.recv([into], rank, 0).wait()
 
     def close(self) -> None:
@@ -80,13 +83,5 @@ class _Sending:
         self._tensor, self._work = x, work
 
     def wait(self) -> None:
-        with _exchange():
+        with exchanging():
             self._work.wait()
-
-
-@contextmanager
-def _exchange() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise ExchangeFailed(str(error).partition(". This is")[0]) from error

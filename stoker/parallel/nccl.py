@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from stoker.parallel.collectives import Transfer
+from stoker.parallel.collectives import Transfer, exchanging
 from stoker.parallel.gloo import GlooWorld
 
 dist: Any = torch.distributed  # its compiled classes have no complete type annotations
@@ -41,19 +41,23 @@ class NcclCollectives:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = x.new_empty(self.num_ranks, *x.shape)
-        self._group._allgather_base(parts, x).wait()
+        with exchanging():
+            self._group._allgather_base(parts, x).wait()
         return list(parts)
 
     def sum(self, x: Tensor) -> Tensor:
-        self._group.allreduce([x]).wait()
+        with exchanging():
+            self._group.allreduce([x]).wait()
         return x
 
     def send(self, x: Tensor, rank: int) -> Transfer:
-        work: Transfer = self._group.send([x], rank, 0)
+        with exchanging():
+            work: Transfer = self._group.send([x], rank, 0)
         return work
 
     def receive(self, into: Tensor, rank: int) -> None:
-        self._group.recv([into], rank, 0).wait()
+        with exchanging():
+            self._group.recv([into], rank, 0).wait()
 
     def close(self) -> None:
         self._group.abort()

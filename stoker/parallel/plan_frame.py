@@ -32,7 +32,7 @@ class FrameError(StokerError):
     code = "bad_plan_frame"
 
 
-class Command(IntEnum):
+class RankCommand(IntEnum):
     """What the ranks are to do."""
 
     STEP = 1  # launch a plan
@@ -46,7 +46,7 @@ class Command(IntEnum):
 class Frame:
     """A command to all ranks. `step` counts the commands, so that a lost one is noticed."""
 
-    command: Command
+    command: RankCommand
     step: int
     plan: StepPlan | None = None
 
@@ -130,8 +130,8 @@ def decode(data: bytes) -> Frame:
         ints = np.frombuffer(data[first:middle], np.int64).tolist()
         end = middle + 8 * num_floats
         reader = _FrameReader(ints, np.frombuffer(data[middle:end], np.float64).tolist(), bytes(data[end:]))
-        plan = _take_plan(reader) if command == Command.STEP else None
-        return Frame(Command(command), step, plan)
+        plan = _take_plan(reader) if command == RankCommand.STEP else None
+        return Frame(RankCommand(command), step, plan)
     except (struct.error, ValueError, StopIteration, RuntimeError, IndexError) as error:
         raise FrameError(f"a plan of {len(data)} bytes cannot be read ({error!r})") from error
 

@@ -1,8 +1,8 @@
 """A ring of bytes in shared memory: rank 0 writes frames, the ranks of the same machine read them.
 
-Positions count all bytes since the start, so that the difference of two is what is unread. A reader sleeps on an eventfd,
-which counts the frames that it has not read. Both are inherited as file descriptors: there are no names to clean up, and the
-memory is freed with the last process.
+Positions count all bytes since the start, so that the difference of two is what is unread. A frame that is longer than a
+part of the ring is written in pieces. A reader sleeps on an eventfd, which counts the pieces that it has not read. Both are
+inherited as file descriptors: there are no names to clean up, and the memory is freed with the last process.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """Rank 0's side. `num_bytes` is the size of the ring; a longer frame cannot be sent."""
+    """Rank 0's side. `num_bytes` is the size of the ring. A longer frame waits for its readers."""
 
     def __init__(self, files: RingFiles, num_bytes: int, deadline_s: float) -> None:
         os.ftruncate(files.memory, num_bytes + (1 + len(files.events)) * _LINE)
@@ -82,11 +82,14 @@ class RingWriter(_Ring):
 
     def send(self, frame: bytes) -> None:
         """Write a frame. Waits for readers that are behind, and raises RingFull if one stays behind."""
-        count = _WORD.size + len(frame)
-        if count > self._capacity:
-            raise RingFull(f"a plan of {len(frame):,} bytes does not fit into a ring of {self._capacity:,}")
+        size = self._capacity // 4
+        for first in range(0, max(1, len(frame)), size):
+            self._send_piece(frame[first : first + size], is_last=first + size >= len(frame))
+
+    def _send_piece(self, piece: bytes, *, is_last: bool) -> None:
+        count = _WORD.size + len(piece)
         self._wait_for_room(count)
-        self._copy_in(self._written, _WORD.pack(len(frame)) + frame)
+        self._copy_in(self._written, _WORD.pack(2 * len(piece) + is_last) + piece)
         self._written += count
         self._set_position(0, self._written)
         for event in self._events:
@@ -114,17 +117,27 @@ class RingReader(_Ring):
         super().__init__(memory, num_readers)
         self._event, self._line = event, 1 + index
         self._read = 0
+        self._pieces: list[bytes] = []  # of a frame that has not arrived completely
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next frame, None if there is none in time."""
+        while (found := self._receive_piece(timeout_s)) is not None:
+            piece, is_last = found
+            self._pieces.append(piece)
+            if is_last:
+                frame, self._pieces = b"".join(self._pieces), []
+                return frame
+        return None
+
+    def _receive_piece(self, timeout_s: float) -> tuple[bytes, bool] | None:
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
             if not select.select([self._event], [], [], timeout_s)[0]:
                 return None
             os.eventfd_read(self._event)
-        (count,) = _WORD.unpack(self._copy_out(self._read, _WORD.size))
-        frame = self._copy_out(self._read + _WORD.size, count)
-        self._read += _WORD.size + count
+        (word,) = _WORD.unpack(self._copy_out(self._read, _WORD.size))
+        piece = self._copy_out(self._read + _WORD.size, word // 2)
+        self._read += _WORD.size + len(piece)
         self._set_position(self._line, self._read)
-        return frame
+        return piece, bool(word % 2)

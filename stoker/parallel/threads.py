@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from stoker.parallel.collectives import Transfer, sum_in_order
+from stoker.parallel.collectives import ExchangeFailed, Transfer, exchanging, sum_in_order
 
 _TIMEOUT_S = 60.0  # a rank that fails closes the world, so that this is for bugs only
 
@@ -68,7 +68,8 @@ class ThreadCollectives:
         self.rank, self.num_ranks = ranks.index(rank), len(ranks)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        return self._world.exchange(self._ranks, self._me, self._barrier, x)
+        with exchanging():  # a barrier that another rank's error has broken
+            return self._world.exchange(self._ranks, self._me, self._barrier, x)
 
     def sum(self, x: Tensor) -> Tensor:
         return sum_in_order(self.gather(x))
@@ -80,7 +81,7 @@ class ThreadCollectives:
     def receive(self, into: Tensor, rank: int) -> None:
         found = self._world.box(self._ranks[rank], self._me).get(timeout=_TIMEOUT_S)
         if found is None:
-            raise RuntimeError(f"rank {self._ranks[rank]} is closed")
+            raise ExchangeFailed(f"rank {self._ranks[rank]} is closed")
         with torch.no_grad():
             into.copy_(found)
 

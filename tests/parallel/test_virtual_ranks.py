@@ -56,7 +56,7 @@ CASES = [
 def test_ranks_give_the_answers_of_one_process(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, name: str, layout: str
 ) -> None:
-    folder, asked = folder_of(folders, name, tmp_path_factory), requests(1)
+    folder, asked = folder_of(folders, name, tmp_path_factory), requests(1, 6)
     with closing(LLM(folder, settings(), grammars=ParityGrammars())) as alone:
         wanted = answers(alone, asked)
     with closing(LLM(folder, settings(LAYOUTS[layout]), grammars=ParityGrammars(), ranks=VirtualRanks())) as llm:
@@ -64,7 +64,7 @@ def test_ranks_give_the_answers_of_one_process(
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2 pp2"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_drafts_preemptions_and_cancellations_change_no_answer(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, layout: str, seed: int
 ) -> None:

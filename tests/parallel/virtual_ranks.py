@@ -55,7 +55,7 @@ class VirtualRanks:
         self._build = lambda place: build_part(family, source, settings, resolved, place, AbsentGrammars())
         return self._places[0]
 
-    def drive(self, runner: Runner, num_kv_tokens: int) -> StepRunner:
+    def drive(self, runner: Runner) -> StepRunner:
         for rank, place in self._places.items():
             if rank:
                 self.parts[rank] = self._build(place)

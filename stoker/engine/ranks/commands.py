@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from stoker.engine.runner import PendingStep, Runner
-from stoker.parallel.plan_frame import Command, Frame, FrameError, decode, digest_of, encode
+from stoker.parallel.collectives import ExchangeFailed
+from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
 from stoker.parallel.rank_link import Kind
 from stoker.sched.plan import StepPlan, StepResult
 
@@ -46,7 +47,7 @@ class RankedStep:
             self._finish = None
         try:
             result = self._pending.wait()
-        except RuntimeError as error:  # a collective failed
+        except ExchangeFailed as error:
             raise self._ranks.explain(error) from error
         self._ranks.expect(Kind.SAMPLED, self._number, digest_of(self._pending.token_bytes))
         self._ranks.check()
@@ -63,29 +64,29 @@ class RankedRunner:
 
     def launch(self, plan: StepPlan) -> RankedStep:
         """Start a plan on all ranks."""
-        number = self._send(Command.STEP, plan)
+        number = self._send(RankCommand.STEP, plan)
         try:
             pending = self._runner.launch(plan)
-        except RuntimeError as error:
+        except ExchangeFailed as error:
             raise self._ranks.explain(error) from error
         return RankedStep(pending, number, self._ranks, self._send_finish if self._is_deferred else None)
 
     def warm_up(self) -> None:
-        self._send(Command.WARM_UP)
+        self._send(RankCommand.WARM_UP)
         self._runner.warm_up()
 
     def capture_next(self) -> bool:
-        self._send(Command.CAPTURE_NEXT)
+        self._send(RankCommand.CAPTURE_NEXT)
         return self._runner.capture_next()
 
     def capture_all(self) -> None:
-        self._send(Command.CAPTURE_ALL)
+        self._send(RankCommand.CAPTURE_ALL)
         self._runner.capture_all()
 
     def _send_finish(self) -> None:
-        self._send(Command.FINISH)
+        self._send(RankCommand.FINISH)
 
-    def _send(self, command: Command, plan: StepPlan | None = None) -> int:
+    def _send(self, command: RankCommand, plan: StepPlan | None = None) -> int:
         self._ranks.check()
         self._number += 1
         frame = encode(Frame(command, self._number, plan))
@@ -121,17 +122,17 @@ class RankLoop:
         frame = decode(data)
         if frame.step != self._number:
             raise FrameError(f"command {frame.step} came instead of {self._number}")
-        if frame.command is Command.STEP:
+        if frame.command is RankCommand.STEP:
             assert frame.plan is not None
             self._launched.append((frame.step, self._runner.launch(frame.plan)))
             if not self._is_told:
                 self.finish(self._steps_ahead)
-        elif frame.command is Command.FINISH:
+        elif frame.command is RankCommand.FINISH:
             if self._is_told:
                 self._finish_oldest()
-        elif frame.command is Command.WARM_UP:
+        elif frame.command is RankCommand.WARM_UP:
             self._runner.warm_up()
-        elif frame.command is Command.CAPTURE_NEXT:
+        elif frame.command is RankCommand.CAPTURE_NEXT:
             self._runner.capture_next()
         else:
             self._runner.capture_all()

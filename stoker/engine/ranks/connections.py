@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -39,10 +40,14 @@ def connect_ranks(
     resolved: ResolvedSettings,
     host: str,
     port: int,
+    listener: socket.socket | None = None,
 ) -> RankConnections:
-    """Meet the other ranks at rank 0's port. Raises ConfigError if they have other files, versions or settings."""
+    """Meet the other ranks at rank 0's port, where rank 0 has a `listener`.
+
+    Raises ConfigError if they have other files, versions or settings.
+    """
     num_ranks = resolved.layout.num_ranks
-    world = GlooWorld(host, port, rank, num_ranks, _TIMEOUT_S)
+    world = GlooWorld(host, port, rank, num_ranks, _TIMEOUT_S, listener)
     control = world.group("control", tuple(range(num_ranks)))
     compare_ranks(control, rank_facts(source, settings))
     groups: list[Collectives] = [control]

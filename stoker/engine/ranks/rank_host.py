@@ -21,8 +21,8 @@ class RankHost(Protocol):
     ) -> RankPlace:
         """Start the ranks, and return the place of rank 0. Raises StokerError, which names the rank that fails."""
 
-    def drive(self, runner: Runner, num_kv_tokens: int) -> StepRunner:
-        """Wait until all ranks are ready, and return the runner that drives them. `num_kv_tokens` fit into the KV cache."""
+    def drive(self, runner: Runner) -> StepRunner:
+        """Wait until all ranks are ready, and return the runner that drives them."""
 
     def close(self) -> None:
         """End all ranks."""
@@ -36,7 +36,7 @@ class NoRanks:
     ) -> RankPlace:
         return ALONE_PLACE
 
-    def drive(self, runner: Runner, num_kv_tokens: int) -> StepRunner:
+    def drive(self, runner: Runner) -> StepRunner:
         return runner
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from stoker.engine.ranks.connections import RankConnections, connect_ranks
 from stoker.engine.ranks.place import RankPlace, plan_shards
 from stoker.engine.runner import Runner, StepRunner
 from stoker.models.family import ModelFamily
+from stoker.parallel.collectives import ExchangeFailed
 from stoker.parallel.rank_link import Kind, LinkEnd, LinkMessage, RankLink
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankLost, RankWatch
 from stoker.parallel.ring import RingFiles, RingWriter
@@ -35,9 +36,8 @@ COMMAND = (sys.executable, "-m", "stoker.engine.ranks.rank_process")
 _SILENT_S = 4.0  # shorter than the server's limit for the engine process, so that the rank is named
 _START_S = 300.0  # imports from a slow drive, and weights that are being packed
 _EXPLAIN_S = 6.0  # a failed collective and the reason for it arrive in any order
-_RING_DEADLINE_S = 60.0
-_MIN_RING_BYTES = 1 << 20
-_BYTES_PER_TOKEN = 24  # of a plan in which all tokens of the KV cache are new, with their block tables
+_RING_DEADLINE_S = 10.0
+_RING_BYTES = 16 << 20  # nearly all plans are some KB; one with long new prompts may be longer than the ring
 _HOST = "127.0.0.1"
 
 log = logs.EventLog("ranks")
@@ -70,7 +70,8 @@ class RankProcesses:
         num_ranks = resolved.layout.num_ranks
         self._watch = RankWatch(num_ranks, _SILENT_S, _START_S, time.monotonic())
         self._files = RingFiles.create(num_ranks - 1)
-        port = _free_port()
+        listener = socket.create_server((_HOST, 0))
+        port = listener.getsockname()[1]
         settings = replace(settings, handoff=replace(settings.handoff, secret=None))  # the ranks need no secret
         for rank in range(1, num_ranks):
             self._spawn(rank, num_ranks)
@@ -89,7 +90,7 @@ class RankProcesses:
         self._watching.start()
         self._wait_for(lambda: self._watch.all_connected, "start")
         try:
-            self._connections = connect_ranks(0, source, family, settings, resolved, _HOST, port)
+            self._connections = connect_ranks(0, source, family, settings, resolved, _HOST, port, listener)
         except (RuntimeError, ConfigError) as error:
             raise self._explain_start(error) from error
         place = self._connections.place
@@ -97,15 +98,15 @@ class RankProcesses:
         def agree_on(number: int) -> int:
             try:
                 return place.agree_on(number)
-            except RuntimeError as error:
+            except ExchangeFailed as error:
                 raise self.explain(error) from error
 
         return replace(place, agree_on=agree_on)
 
-    def drive(self, runner: Runner, num_kv_tokens: int) -> StepRunner:
+    def drive(self, runner: Runner) -> StepRunner:
         assert self._files is not None
         assert self._connections is not None
-        self._ring = RingWriter(self._files, max(_MIN_RING_BYTES, num_kv_tokens * _BYTES_PER_TOKEN), _RING_DEADLINE_S)
+        self._ring = RingWriter(self._files, _RING_BYTES, _RING_DEADLINE_S)
         self._wait_for(lambda: self._watch.all_ready, "load their weights")
         for link in self._links.values():
             link.send(LinkMessage(Kind.START))
@@ -230,10 +231,3 @@ class RankProcesses:
             return self._processes[rank].wait(1.0)
         except subprocess.TimeoutExpired:
             return None
-
-
-def _free_port() -> int:
-    """Return a port for the rendezvous. Ranks that find another server there fail with an error, and the engine restarts."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from stoker.base.ids import BlockId, Row
-from stoker.parallel.plan_frame import Command, Frame, FrameError, decode, encode
+from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, encode
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan, TapeUpload
 from stoker.sched.request import GrammarSpec, SamplingParams
 from tests.fuzz.target import FuzzTarget
@@ -37,7 +37,7 @@ def seeds() -> list[bytes]:
         tapes=[TapeUpload(Row(0), 3, [9, 10])],
         num_drafts=1,
     )
-    return [encode(Frame(Command.STEP, 1, plan)), encode(Frame(Command.FINISH, 2))]
+    return [encode(Frame(RankCommand.STEP, 1, plan)), encode(Frame(RankCommand.FINISH, 2))]
 
 
 TARGET = FuzzTarget(execute, seeds, errors=(FrameError,), tokens=[b"STKR"], is_network=True)
