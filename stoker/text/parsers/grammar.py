@@ -25,7 +25,7 @@ NO_OBJECT = (
 )
 STRING = r'([^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*'  # the content of a JSON string
 OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING)
-_INPUT_OPENING = '{"input": "'
+INPUT_OPENING = '{"input": "'  # the text between the begin of a custom tool call and its input
 
 
 def functions(tools: Sequence[dict[str, Any]]) -> list[tuple[str, Format]]:
@@ -40,7 +40,7 @@ def _arguments(tool: dict[str, Any]) -> Format:
     if (given := tool.get("input_grammar")) is None:
         return schema(tool["function"].get("parameters") or {"type": "object"})
     text = regex(STRING) | {"input_grammar": given}
-    return sequence(const(_INPUT_OPENING), text, const('"}'))
+    return sequence(const(INPUT_OPENING), text, const('"}'))
 
 
 def schema(json_schema: dict[str, Any] | bool) -> Format:
@@ -129,7 +129,7 @@ def _without_inputs(node: Any, begin: str, inputs: dict[InputGrammar, None]) -> 
     begin = node["begin"] if node.get("type") == "tag" else begin
     given = node.get("input_grammar")
     if isinstance(given, TextGrammar):
-        inputs[InputGrammar(begin, _INPUT_OPENING, given)] = None
+        inputs[InputGrammar(begin, given)] = None
     return {name: _without_inputs(part, begin, inputs) for name, part in node.items() if name != "input_grammar"}
 
 
