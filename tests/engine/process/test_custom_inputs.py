@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from apply_patch import GRAMMAR, is_patch
 
+from bench.support.apply_patch import GRAMMAR, is_patch
 from stoker.base.errors import InvalidRequest
 from stoker.engine.grammar import Matcher
 from stoker.engine.process.grammars.compiler import XGrammars

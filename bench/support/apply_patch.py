@@ -1,4 +1,4 @@
-"""A grammar of patches like the one that Codex sends with its `apply_patch` tool, and a parser for its texts."""
+"""A grammar of patches in the format of Codex's `apply_patch` tool, and an independent check of its texts."""
 
 from __future__ import annotations
 
