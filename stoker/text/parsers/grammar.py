@@ -28,17 +28,19 @@ OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING)
 INPUT_OPENING = '{"input": "'  # the text between the begin of a custom tool call and its input
 
 
-def functions(tools: Sequence[dict[str, Any]]) -> list[tuple[str, Format]]:
+def functions(tools: Sequence[dict[str, Any]], style: str = "json") -> list[tuple[str, Format]]:
     """Return the name of each tool and the format of its arguments: its schema, any object, or the input of a custom tool.
 
-    A custom tool has its grammar beside the function, as `input_grammar`.
+    A custom tool has its grammar beside the function, as `input_grammar`. It is enforced only in JSON, where the input is a
+    string. `style` says how the arguments are written: as JSON, or with a tag for each of them (`glm_xml`, `minimax_xml`).
     """
-    return [(tool["function"]["name"], _arguments(tool)) for tool in tools]
+    return [(tool["function"]["name"], _arguments(tool, style)) for tool in tools]
 
 
-def _arguments(tool: dict[str, Any]) -> Format:
-    if (given := tool.get("input_grammar")) is None:
-        return schema(tool["function"].get("parameters") or {"type": "object"})
+def _arguments(tool: dict[str, Any], style: str) -> Format:
+    given = tool.get("input_grammar")
+    if given is None or style != "json":
+        return schema(tool["function"].get("parameters") or {"type": "object"}) | {"style": style}
     text = regex(STRING) | {"input_grammar": given}
     return sequence(const(INPUT_OPENING), text, const('"}'))
 
