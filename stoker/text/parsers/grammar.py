@@ -70,8 +70,9 @@ def optional(content: Format) -> Format:
     return {"type": "optional", "content": content}
 
 
-def tag(begin: str, content: Format, end: str) -> Format:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+def tag(begin: str, content: Format, *ends: str) -> Format:
+    """Return the format of a content between marks. Each of `ends` may end it."""
+    return {"type": "tag", "begin": begin, "content": content, "end": list(ends)}
 
 
 def text_without(*excluded: str) -> Format:

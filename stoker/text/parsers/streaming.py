@@ -33,6 +33,7 @@ class StreamingToolParser(ToolParser):
     section_ends: ClassVar[tuple[str, ...]] = ()
     section_gap: ClassVar[str] = ""  # white space after the mark that begins a section, and before the one that ends it
     separator: ClassVar[str] = ""  # between two calls
+    not_in_text: ClassVar[tuple[str, ...]] = ()  # what free text must not contain if calls are held to their schema
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         self._marks = (*self.openers, *self.section_begins, *self.section_ends)
@@ -80,7 +81,7 @@ class StreamingToolParser(ToolParser):
     def text_and_calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> grammar.Format:
         tags = cls.call_tags(tools)
         if not cls.section_begins:
-            return grammar.triggered(cls.openers, tags, (), parallel)
+            return grammar.triggered(cls.openers, tags, cls.not_in_text, parallel)
         calls = grammar.calls(tags, cls.separator, parallel)
         section = grammar.tag(cls._section_begin(), calls, cls._section_end())
         return grammar.triggered(cls.section_begins, [section], cls.openers, parallel)
