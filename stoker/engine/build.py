@@ -20,7 +20,7 @@ from stoker.base.config import EngineSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
-from stoker.checkpoint.weight_files import WeightReadAhead
+from stoker.checkpoint.weight_files import WeightReadAhead, tokenizer_file
 from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
 from stoker.engine.draft_model import LoadedDraft, open_draft
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
@@ -413,7 +413,7 @@ def _identity(folder: Path, hf: Mapping[str, Any], kv: DeviceKv, seed: int | Non
             for part in range(_PROBES):
                 weights.seek(part * size // _PROBES)
                 model.update(weights.read(_PROBE_BYTES))
-    tokenizer = folder / "tokenizer.json"
+    tokenizer = tokenizer_file(folder)
     vocabulary = hashlib.sha256(tokenizer.read_bytes() if tokenizer.exists() else b"")
     return KvIdentity(
         model=model.hexdigest()[:16],
