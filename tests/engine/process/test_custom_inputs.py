@@ -155,6 +155,19 @@ def test_a_resumed_input_is_held_like_a_whole_one(grammars: XGrammars, tokenizer
         assert whole.accept(token_id)
 
 
+def test_forged_tokens_of_a_resumed_answer_end_the_row(grammars: XGrammars, tokenizer: Tokenizer) -> None:
+    """No such tokens are ever sampled. They must not raise on the engine's thread."""
+    spec = spec_of("hermes", free=True)
+    call = TOOL_PARSERS.get("hermes").render([("phone", custom_arguments("+49 30"))])
+    crossing = grammars.matcher(spec, tokenizer.encode(call), 100)  # one token is a quote and a plus sign
+    assert crossing.too_slow
+    begun = tokenizer.encode('<tool_call>\n{"name": "phone", "arguments": {"input": "')
+    for forged in ("x", "\\", '"}}', "\n"):
+        matcher = grammars.matcher(spec, begun + tokenizer.encode(forged) + tokenizer.encode("zzz"), 100)
+        allowed_ids(matcher)
+        matcher.forced(4)
+
+
 def test_forced_text_of_an_input_is_drafted(grammars: XGrammars, tokenizer: Tokenizer) -> None:
     begun = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "'
     matcher = grammars.matcher(spec_of("hermes"), tokenizer.encode(begun), 300)

@@ -120,7 +120,8 @@ class InputMatcher:
             self._tail = self._tail[at + len(self._begun.begin) :]
         opened = self._tail.find(_OPENING)
         if opened >= 0:
-            assert opened + len(_OPENING) == len(self._tail), "`fill` forbids tokens that cross the quote"
+            # `fill` forbids tokens that cross the quote, so that only tokens of a forged resume do.
+            self.broken |= opened + len(_OPENING) < len(self._tail)
             self._inside, self._begun, self._tail = self._begun.text.matcher(), None, b""
             self._search_at = self._tokens_left if self._tokens_left is not None else -1
             self._search_in_time()
