@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bench.support.postgres_server import PostgresServer, installed
 
 # Before torch is loaded: OpenMP threads that spin at barriers make a busy machine ten times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -46,6 +49,23 @@ def tiny_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     from worker.real import make_tiny_folder
 
     return make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for this session of tests; skipped if none is installed."""
+    programs = installed()
+    if programs is None:
+        pytest.skip("no PostgreSQL server is installed (Debian, as root: apt-get install postgresql)")
+    server = PostgresServer(programs)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> str:
+    """The URL of a new database."""
+    return postgres_server.create_database(f"t{secrets.token_hex(6)}")
 
 
 @pytest.fixture(scope="session")

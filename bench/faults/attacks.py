@@ -163,7 +163,7 @@ def _measure(
         config = Path(folder) / "gateway.toml"
         config.write_text(gateway_config(workers, KEYS, "stoker"))
         command = python_module("stoker.cli.main", "gateway", "--config", config, "--port", port)
-        command += ["--ledger", f"{folder}/usage.db"]
+        command += ["--store", f"{folder}/usage.db"]
         with started(command, args.log_dir / "gateway.log") as gateway:
             wait_until_answering(port, "mock", 60)
             _reset_peaks(gateway.pid)

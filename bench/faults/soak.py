@@ -319,7 +319,7 @@ async def start_gateway(
     port = free_port()
     (folder / "admin").write_text(ADMIN_TOKEN)
     command = python_module("stoker.cli.main", "gateway", "--port", port)
-    command += ["--admin-token-file", str(folder / "admin"), "--ledger", str(folder / LEDGER)]
+    command += ["--admin-token-file", str(folder / "admin"), "--store", str(folder / LEDGER)]
     for worker in workers:
         command += ["--worker", worker.url]
     log = folder / "gateway.log"

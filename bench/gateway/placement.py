@@ -89,7 +89,7 @@ def _measure(
     urls = [f"http://127.0.0.1:{worker}" for worker in ports]
     words = routers.fill(command, port, urls, log_dir)
     if name == "stoker" and command == routers.COMMANDS["stoker"]:
-        words += ["--ledger", "none"]
+        words += ["--store", "none"]
     with started(words, log_dir / f"{name}.log"):
         wait_until_answering(port, "mock", 60)
         time.sleep(1.0)

@@ -258,7 +258,7 @@ async def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         urls = {}
         for role in ("unified", "prefill", "decode"):
             urls[role] = await stack.enter_async_context(started(role, [*serve, "--role", role], work))
-        gateway = ["gateway", "--ledger", "none", "--config", str(work / "gateway.toml")]
+        gateway = ["gateway", "--store", "none", "--config", str(work / "gateway.toml")]
         for role in ("prefill", "decode"):
             gateway += ["--worker", f"{urls[role]},role={role}"]
         urls["gateway"] = await stack.enter_async_context(started("gateway", gateway, work))

@@ -18,8 +18,8 @@ from typing import Any
 from bench.support.processes import environment, free_port, process_tree, python_module, rss_mib
 
 _FLEET = """
-[gateway.meter]
-path = "{ledger}"
+[gateway]
+store = "{ledger}"
 
 [[workers]]
 role = "prefill"

@@ -21,7 +21,7 @@ class KvSettings:
     )
     num_blocks: int | None = setting(
         None,
-        "Number of KV blocks.",
+        "Number of KV blocks. Layers with a window or chunks have further blocks of their own, at most as many.",
         flag="--kv-blocks",
         ge=1,
         default_text="as many as the memory holds",
@@ -33,6 +33,14 @@ class KvSettings:
         unit="GiB",
         gt=0,
         default_text="on a GPU what the weights and the working memory leave free; on a CPU a share of the free RAM",
+    )
+    local_share: float = setting(
+        0.5,
+        "The largest share of the KV cache's memory that layers with a window or chunks get. They get less if all rows "
+        "together need less. Ignored with --kv-blocks.",
+        flag="--kv-local-share",
+        gt=0,
+        le=0.95,
     )
     gpu_memory_gib: float | None = setting(
         None,
@@ -222,8 +230,8 @@ class EngineSettings:
     drafter: str | None = setting(
         None,
         "Speculative decoding: where drafts come from. off, or names separated by commas: auto (all of: prediction, "
-        "cache, suffix, ngram, grammar), and eagle3:FOLDER for a draft model. Answers are the same with and without "
-        "drafts; see docs/speculation.md.",
+        "cache, suffix, ngram, grammar), and eagle3:FOLDER for a draft model, or mtp for the layer for drafts that the "
+        "model's own files have. Answers are the same with and without drafts; see docs/speculation.md.",
         flag="--drafter",
         metavar="off|auto|NAME[:ARG]",
         default_text="auto for 8-bit weights on a CPU (--cpu-weights), else off",

@@ -12,7 +12,8 @@ A settings class is a frozen dataclass whose fields are declared with `setting()
 A field's type is bool, int, float, str, Path, a tuple of these, dict[str, str], another settings class (a TOML table), or a
 tuple of settings classes (an array of tables); each may be optional (`| None`). A field without `setting()` that is not a
 settings class is internal: the program fills it in, and neither flags nor TOML can set it. A class may list earlier keys in
-`REMOVED: ClassVar[tuple[str, ...]]`. Using one of them is an error that says that it was removed.
+`REMOVED: ClassVar[tuple[str, ...]]`, or with their new dotted keys in `RENAMED: ClassVar[dict[str, str]]`. Using one of them is
+an error that says so.
 
 Only the standard library is used, because the engine's settings are declared here too.
 """
@@ -362,6 +363,8 @@ def from_table(kind: type[T], table: Any, at: str = "") -> T:
             values[name] = _from_tables(inner[name], value, where)
         elif name in getattr(kind, "REMOVED", ()):
             raise ConfigError(f"{where}: this setting was removed; delete it from the configuration")
+        elif renamed := getattr(kind, "RENAMED", {}).get(name):
+            raise ConfigError(f"{where} was renamed: write {renamed}")
         else:
             raise unknown_key(name, own.values(), inner, at)
     if missing := [name for name, one in own.items() if one.is_required and name not in values]:

@@ -47,14 +47,14 @@ keys:
 """
 
 log = logs.EventLog("gateway")
-_DEFAULT_LEDGER = "usage.db"
+_OLD_LEDGER = "usage.db"
 _QUESTION = "What is the capital of France?"
 # The groups of --help, and the tables or keys whose flags they hold.
 _GROUPS = {
     "listening": ("listen.",),
     "routing": ("routing.",),
     "access": ("admin_token_file", "metrics_token_file", "secret_file"),
-    "records": ("meter.", "tracing.", "log_"),
+    "records": ("store", "meter.", "tracing.", "log_"),
 }
 
 
@@ -113,9 +113,23 @@ def gateway_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     overrides = as_table(given_flags(args, declared(GatewayConfig)))
     overrides["worker"] = [parse_worker(text) for text in args.worker]
     overrides["alias"] = [_alias(text) for text in args.alias]
-    config = load(args.config, overrides)
-    ledger = default_state_dir(environment) / _DEFAULT_LEDGER
-    return replace(config, meter=replace(config.meter, default_path=ledger))
+    config = replace(load(args.config, overrides), state_dir=default_state_dir(environment))
+    _refuse_old_ledger(config)
+    return config
+
+
+def _refuse_old_ledger(config: GatewayConfig) -> None:
+    """Raise ConfigError if the default store is missing, but the ledger of an earlier version is there."""
+    if config.store is not None or config.state_dir is None:
+        return
+    from stoker.gateway.config import STORE_FILE
+
+    old, new = config.state_dir / _OLD_LEDGER, config.state_dir / STORE_FILE
+    if old.exists() and not new.exists():
+        raise ConfigError(
+            f"--store: {old} is the usage ledger of an earlier version. Keep it with `mv {old} {new}`, and the same for its"
+            f" -wal, -shm and -inflight files if there are any; or give --store FILE"
+        )
 
 
 def _alias(text: str) -> dict[str, str]:

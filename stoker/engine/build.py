@@ -17,18 +17,20 @@ import torch
 
 from stoker.base.clock import RealClock
 from stoker.base.config import EngineSettings
-from stoker.base.errors import ModelFilesError
+from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead, tokenizer_file
 from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
-from stoker.engine.draft_model import LoadedDraft, open_draft
+from stoker.engine.draft_model import LoadedDraft, open_draft, open_own_draft
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
+from stoker.engine.gpu_steps import cut_heads
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
 from stoker.engine.kernel_plan import build_model, prepare_kernels
+from stoker.engine.kv_memory import blocks_per_set
 from stoker.engine.loop import Engine
-from stoker.engine.memory import ResolvedSettings, num_blocks, resolve, with_default_drafters
+from stoker.engine.memory import ResolvedSettings, resolve, with_default_drafters
 from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
@@ -44,12 +46,14 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
+from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily, family_of
 from stoker.models.weights import load, parameter_slices
 from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.spec.choose_drafters import EAGLE3, MTP, DrafterChoice
 from stoker.spec.draft_counts import DraftCounts
 from stoker.spec.drafter import DrafterParts
 from stoker.spec.stored_blocks import StoredBlocks
@@ -66,7 +70,8 @@ class BuiltEngine:
 
     engine: Engine
     scheduler: Scheduler
-    pool: BlockPool
+    pool: BlockPool  # of the first KV set
+    local_pools: list[BlockPool]  # of the others, which have a bounded reach
     model: Model
     settings: ResolvedSettings
     layout: KvLayout
@@ -119,8 +124,7 @@ def build_engine(
         memory = MemoryTable(resolved.device)
     if tuning_dir is not None and resolved.device.type == "cuda":
         load_tuning(tuning_dir, resolved.device)
-    draft_folder = None if resolved.drafters.draft_model is None else Path(resolved.drafters.draft_model)
-    checkpoint = None if draft_folder is None else open_draft(draft_folder, read_hf_config(draft_folder), family)
+    checkpoint = _open_draft(resolved.drafters, folder, family)
     kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved), checkpoint)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -134,9 +138,10 @@ def build_engine(
     memory.add_line("weights", weight_bytes)
     with timeline.stage("KV"):
         kv, working = _make_kv(settings, family, resolved, model, draft)
-    layout, blocks = kv.layout, kv.num_blocks
-    memory.add_line("KV", blocks * (layout.block_bytes + kv.draft_block_bytes))
-    max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
+    layout = kv.layout
+    memory.add_line("KV", kv.num_bytes)
+    pool, *local_pools = _make_pools(kv, observer)
+    max_model_tokens = _max_model_tokens(resolved, pool)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(
         resolved.max_rows,
@@ -145,6 +150,7 @@ def build_engine(
         resolved.device,
         grammars or NoGrammars(),
         has_draft_model=draft is not None,
+        num_sets=len(layout.sets),
     )
     identity = _identity(folder, hf, kv, random_weights_seed, _number_format(kv, resolved, cpu_weights))
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
@@ -159,15 +165,12 @@ def build_engine(
     handoff = settings.handoff
     server = PeerServer(kv, identity, leases, handoff, released) if handoff.serves else None
     engine_id = server.engine_id if server is not None else uuid.uuid4().hex
-    pool = BlockPool(blocks, observer)
     lease = LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None
-    # An offered block cannot be reused until the store has copied it, so only a part of the pool is offered at a time.
-    max_offers = min(store.max_offers, blocks // 4)
-    config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, max_offers)
+    config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, store.max_offers)
     draft_counts = DraftCounts()
     stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
     parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks)
-    scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)))
+    scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)), local_pools)
     runner = Runner(
         model,
         family.shape.num_heads,
@@ -194,12 +197,13 @@ def build_engine(
     memory.add_reserve(working.reserve_bytes + working.spare_bytes)
     if handoff.serves or store.tiers:
         progress("measuring", 0, 1)
-        _measure_prefill(runner, config, blocks, rates, resolved)
+        _measure_prefill(runner, config, kv, rates, resolved)
         store.measure()
     return BuiltEngine(
         engine=engine,
         scheduler=scheduler,
         pool=pool,
+        local_pools=local_pools,
         model=model,
         settings=resolved,
         layout=layout,
@@ -215,6 +219,16 @@ def build_engine(
         draft_counts=draft_counts,
         stored_blocks=stored_blocks,
     )
+
+
+def _open_draft(drafters: DrafterChoice, folder: Path, family: ModelFamily) -> DraftCheckpoint | None:
+    """Return the files of the draft model, if there is one. `folder` is the target model's."""
+    if drafters.draft_model == MTP:
+        return open_own_draft(folder, family)
+    if drafters.draft_model is None:
+        return None
+    draft_folder = Path(drafters.arguments[EAGLE3])
+    return open_draft(draft_folder, read_hf_config(draft_folder), family)
 
 
 def _number_format(kv: DeviceKv, resolved: ResolvedSettings, cpu_weights: CpuWeights) -> str:
@@ -285,18 +299,34 @@ def _make_kv(
         0 if draft is None else draft.logits_bytes(resolved.max_rows),
     )
     group = None if draft is None else draft.kv_group
-    blocks = num_blocks(settings, resolved, layout, working, group)
+    if group is not None and layout.sets[0].reach.is_bounded:
+        raise ConfigError("a draft model needs a model with layers that see all tokens; use --drafter without model:")
+    blocks = blocks_per_set(settings, resolved, layout, working, group)
     return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
+
+
+def _make_pools(kv: DeviceKv, observer: PoolObserver | None = None) -> list[BlockPool]:
+    """Return the pool of each KV set. The first one reports its blocks, so that each block key is reported once."""
+    observers = [observer, *[None] * len(kv.sets)]
+    sets = zip(kv.layout.sets, kv.sets, observers, strict=False)
+    return [BlockPool(memory.num_blocks, one, kv_set.reach) for kv_set, memory, one in sets]
+
+
+def _max_model_tokens(resolved: ResolvedSettings, pool: BlockPool) -> int:
+    """Return the longest context: the model's, or what the KV cache holds. A pool with a bounded reach limits nothing."""
+    if pool.reach.is_bounded:
+        return resolved.max_model_tokens
+    return min(resolved.max_model_tokens, pool.num_blocks * resolved.block_tokens)
 
 
 def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, draft: LoadedDraft | None) -> int:
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
-    most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // layout.block_bytes
+    most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // min(one.layout.block_bytes for one in layout.sets)
     groups = [(shape.num_heads, group) for group in layout.groups]
     if draft is not None:
         groups.append((draft.num_heads, draft.kv_group))
-    heads = [(num_heads, group.num_heads) for num_heads, group in groups]
+    heads = [cut_heads(num_heads, group) for num_heads, group in groups]
     cutter = ExactCutter.for_model(heads, layout.block_tokens, resolved.dtype, max_blocks, most_blocks)
     return cutter.partial_bytes(resolved.max_rows, most_shared(heads), max(group.width for _, group in groups))
 
@@ -328,15 +358,16 @@ def _scheduler_config(
 
 
 def _measure_prefill(
-    runner: Runner, config: SchedulerConfig, num_blocks: int, rates: StepRates, resolved: ResolvedSettings
+    runner: Runner, config: SchedulerConfig, kv: DeviceKv, rates: StepRates, resolved: ResolvedSettings
 ) -> None:
     """Measure the prefill rate before the first request. The store compares it with the cost of loading KV.
 
-    Uses a scheduler and a pool of its own, so that its blocks never enter the prefix cache.
+    Uses a scheduler and pools of its own, so that its blocks never enter the prefix cache.
     """
-    context = min(resolved.max_model_tokens, num_blocks * config.block_tokens)
+    pool, *local_pools = _make_pools(kv)
+    context = _max_model_tokens(resolved, pool)
     size = min(_MEASURED_TOKENS[resolved.device.type], config.step_tokens, context - 1)
-    scheduler = Scheduler(replace(config, lease=None, max_offers=0), BlockPool(num_blocks))
+    scheduler = Scheduler(replace(config, lease=None, max_offers=0), pool, None, local_pools)
     for number in range(2):  # the first run only warms up
         request = GenerateRequest(RequestId(f"{number}"), [1 + number] * size, size, SamplingParams(temperature=0.0), 1)
         scheduler.add(request)

@@ -57,24 +57,25 @@ def build_inputs(
     """Return the inputs of the plan's forward pass. Attention is computed in `attention_dtype`, by default in the dtype of
     the activations. `exact`: see `group_spans`. `grid_heads`: the number of query heads, for attention_grid.py."""
     attention_dtype = attention_dtype or kv.like.dtype
-    layout, device = kv.layout, kv.blocks.device
+    layout, device = kv.layout, kv.device
     tokens = _tokens(plan, rows)
     firsts = tokens.counts.cumsum() - tokens.counts
     positions = np.arange(len(tokens.rows)) - (firsts - tokens.starts).repeat(tokens.counts)
-    blocks, offsets = rows.blocks[tokens.rows, positions // layout.block_tokens], positions % layout.block_tokens
+    numbers, offsets = np.divmod(positions, layout.block_tokens)
     in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
 
     def group_inputs(group: GroupKv, grid_heads: int | None = None) -> GroupInputs:
+        blocks = rows.blocks[group.kv_set][tokens.rows, numbers]
         slots = blocks[:, None] * group.pages_per_block + np.arange(group.num_heads)
         slots = slots * layout.block_tokens + offsets[:, None]
         shapes = _shapes(plan, tokens, rows, group)
         found: list[SpanGroup | RowGroup] | GridSpans
         if grid_heads is not None:
             pages = group.pages(group.num_layers - 1)
-            found = grid_spans(shapes, slots, grid_heads, group.num_heads, pages, group.width)
+            found = grid_spans(shapes, slots, grid_heads, group.num_heads, pages, group.width, group.reach)
         else:
             sizes = (group.num_heads, layout.block_tokens)
-            found = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact)
+            found = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact, group.reach)
         return GroupInputs(_to_device(slots.ravel(), device), found, group)
 
     batch = ForwardBatch(
@@ -111,7 +112,7 @@ def _shapes(plan: StepPlan, tokens: _Tokens, rows: RowTable, group: GroupKv) -> 
         num_drafts = max(0, count - (span.count - span.num_drafts))
         if count:
             num_blocks = -(-(start + count) // group.block_tokens)
-            pages = (rows.blocks[span.row, :num_blocks] * group.pages_per_block).tolist()
+            pages = (rows.blocks[group.kv_set][span.row, :num_blocks] * group.pages_per_block).tolist()
             shapes.append(SpanShape(first, start, count, pages, num_drafts))
         first += count
     return shapes

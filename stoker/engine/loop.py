@@ -154,7 +154,7 @@ class Engine:
         """Publish the leased KV that is ready, and close leases that ended. Return how many were closed."""
         leased, broken = self._scheduler.take_leases()
         for kv in leased:
-            self._leases.put(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names)
+            self._leases.put(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names, kv.kv_set)
         self._closing.update(broken)
         while not self._released.empty():
             self._closing.add(self._released.get())

@@ -158,7 +158,7 @@ class Runner:
         self._rows = rows
         self._threads = threads
         has_kernels = can_page(kv)
-        if exact and kv.blocks.is_cuda and not has_kernels:
+        if exact and kv.like.is_cuda and not has_kernels:
             widths = sorted({group.width for group in kv.all_groups})
             raise ConfigError(
                 f"numerics=exact has no kernels for head sizes of {widths}, blocks of {kv.layout.block_tokens} tokens and "
@@ -205,15 +205,16 @@ class Runner:
 
     def _set_device(self) -> None:
         """Select the GPU. Triton launches on the calling thread's current GPU, whatever the tensors' device is."""
-        if self._kv.blocks.is_cuda:
-            torch.cuda.set_device(self._kv.blocks.device)
+        if self._kv.like.is_cuda:
+            torch.cuda.set_device(self._kv.device)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, started_s: float) -> PendingStep:
         self._rows.apply(plan)
         self._copy_blocks(plan.copies)
-        if plan.fresh_blocks:
-            self._kv.clear(plan.fresh_blocks)
+        for kv_set, fresh in enumerate(plan.fresh_blocks):
+            if fresh:
+                self._kv.clear(fresh, kv_set)
         for load in plan.loads:
             self._kv.clear_draft(load.blocks)
         if not plan.spans:
@@ -226,7 +227,7 @@ class Runner:
         else:
             verified = self._gpu_step(gpu_steps, plan, states, plain)
         done = None
-        if self._kv.blocks.is_cuda:
+        if self._kv.like.is_cuda:
             # Also if nothing is sampled: otherwise all steps of a long prefill would be launched at once.
             done = torch.cuda.Event(blocking=True)
             done.record()
@@ -235,10 +236,12 @@ class Runner:
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy in order, a few blocks at a time. The source of one copy may be the destination of a later one."""
-        batch_size = max(1, _COPY_BYTES // self._kv.layout.block_bytes)
-        for first in range(0, len(copies), batch_size):
-            batch = copies[first : first + batch_size]
-            self._kv.copy([copy.src for copy in batch], [copy.dst for copy in batch])
+        for kv_set, memory in enumerate(self._kv.sets):
+            own = [copy for copy in copies if copy.kv_set == kv_set]
+            batch_size = max(1, _COPY_BYTES // memory.layout.block_bytes)
+            for first in range(0, len(own), batch_size):
+                batch = own[first : first + batch_size]
+                self._kv.copy([copy.src for copy in batch], [copy.dst for copy in batch], kv_set)
 
     def _gpu_step(
         self, gpu_steps: GpuSteps, plan: StepPlan, states: list[RowState], plain: bool

@@ -27,8 +27,10 @@ from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
     ADMIN_FLEET_PATH,
+    ADMIN_MISSES_PATH,
     ADMIN_STATUS_PATH,
     GatewayStatus,
+    MissList,
     ReportedLoad,
     ReservedLoad,
     WorkerList,
@@ -53,6 +55,7 @@ class AdminView:
     workers: MembershipChanges
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
+    misses: Callable[[str | None], MissList]
 
 
 class AdminEndpoint:
@@ -67,6 +70,7 @@ class AdminEndpoint:
             (b"GET", b"/admin/routes"): self._last_routes,
             (b"GET", b"/admin/ledger"): self._ledger,
             (b"GET", b"/admin/queues"): self._queues,
+            (b"GET", ADMIN_MISSES_PATH.encode()): self._misses,
             (b"POST", b"/admin/drain"): self._drain,
             (b"POST", b"/admin/undrain"): self._undrain,
             (b"POST", b"/admin/workers"): self._add_worker,
@@ -113,6 +117,9 @@ class AdminEndpoint:
 
     def _queues(self, request: EndpointRequest, query: dict[str, str]) -> dict[str, Any]:
         return {"queues": self._view.admission.describe()}
+
+    def _misses(self, request: EndpointRequest, query: dict[str, str]) -> MissList:
+        return self._view.misses(query.get("key"))
 
     # ---- changing
 

@@ -1,6 +1,6 @@
 """Builds a gateway from its settings: creates every component once and connects them.
 
-`build_gateway` opens only the ledger. `GatewayServer.start` listens and begins to watch the workers; `close` stops everything.
+`build_gateway` opens only the store. `GatewayServer.start` listens and begins to watch the workers; `close` stops everything.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
+from stoker.fleet.lost_blocks import LostBlocks
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
-from stoker.gateway.gauges import add_gauges
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
+from stoker.gateway.doctor.miss_totals import MissTotals
+from stoker.gateway.gauges import add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
+from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
+from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
@@ -39,6 +45,7 @@ from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
+from stoker.gateway.prefix.stable_json import StableJson
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
@@ -46,6 +53,11 @@ from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.request_log import NoRequestLog, RequestLog
 from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
+from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.store.location import StoreLocation
+from stoker.gateway.store.store import Store
+from stoker.gateway.store.store_threads import StoreThreads
+from stoker.gateway.store.watched import WatchedStore
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
@@ -73,6 +85,9 @@ class GatewayServer:
     membership: Membership
     proxy: Proxy
     key_makers: PrefixKeyMakers
+    store: WatchedStore | None
+    gateway: Gateway
+    objects: TenantObjects | NoObjects
     meter: Meter | NoMeter
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
@@ -98,6 +113,7 @@ class GatewayServer:
         for spec in self.config.worker_specs():
             self.membership.add(spec)
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
+        self.objects.open(self.gateway.generate)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
 
     def begin_drain(self) -> None:
@@ -109,16 +125,19 @@ class GatewayServer:
     async def close(self) -> None:
         """Stop now. Running requests are aborted; pending usage rows and trace spans are written."""
         await self.server.close(_CLOSE_GRACE_S)
+        await self.objects.close()
         await self.membership.close()
         await self.proxy.close()
         self.key_makers.close()
         await asyncio.to_thread(self.tracing.close)
         await asyncio.to_thread(self.request_log.close)
         await asyncio.to_thread(self.meter.close)
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
 
 
 def build_gateway(config: GatewayConfig) -> GatewayServer:
-    """Create all components of a gateway. Opens the ledger, but no sockets."""
+    """Create all components of a gateway. Opens the store, but no sockets of its own."""
     clock = time.monotonic
     admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
     metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
@@ -128,7 +147,10 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
     fleet = Fleet(FleetSettings(health=config.health))
-    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks)
+    losses = LostBlocks(clock)
+    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks, losses)
+    doctor = CacheDoctor(losses, StableJson(config.proxy.volatile_line))
+    misses = MissTotals(PriceList(config.price), config.meter.currency, time.time())
     router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state, key_makers = (
         GatewayMetrics(),
@@ -148,18 +170,22 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         on_lost=upstreams.cut,
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, hints)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
     membership = Membership(fleet, load_book, watchers, upstreams, clock)
-    meter = _meter(config)
+    location = config.store_location
+    store = None if location is None else location.open()
+    threads = None if store is None else StoreThreads(store)
+    meter = _meter(config, location, store)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock)
-    status = partial(_status, config, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, clock, status)
+    status = partial(_status, config, store, state, admission, meter, clock, clock())
+    view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
+    objects = _objects(config, threads, keys, partial(requested_model, fleet=fleet, aliases=aliases))
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -176,11 +202,27 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             state=state,
             admin=AdminEndpoint(admin_token, view),
             metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
-            usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
+            usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
+            embeddings=EmbeddingsEndpoint(
+                fleet,
+                load_book,
+                upstreams,
+                keys,
+                admission,
+                meter,
+                partial(_ended, metrics, request_log),
+                config.proxy,
+                clock,
+                aliases,
+            ),
+            doctor=doctor,
+            misses=misses,
+            objects=objects,
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
+            store_works=lambda: store is None or store.trouble is None,
             cors=cors,
             aliases=aliases,
             clock=clock,
@@ -198,7 +240,29 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
-    return GatewayServer(config, server, state, fleet, membership, proxy, key_makers, meter, request_log, tracing, tls)
+    if store is not None:
+        add_store_gauges(metrics, store)
+    return GatewayServer(
+        config,
+        server,
+        state,
+        fleet,
+        membership,
+        proxy,
+        key_makers,
+        store,
+        gateway,
+        objects,
+        meter,
+        request_log,
+        tracing,
+        tls,
+    )
+
+
+def _ended(metrics: GatewayMetrics, request_log: RequestLog | NoRequestLog, row: UsageRow) -> None:
+    metrics.ended(row)
+    request_log.record(row)
 
 
 def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | None:
@@ -207,9 +271,19 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
 
 
-def _meter(config: GatewayConfig) -> Meter | NoMeter:
-    path = config.meter.ledger
-    return NoMeter() if path is None else Meter(path, config.meter, PriceList(config.price))
+def _objects(
+    config: GatewayConfig, threads: StoreThreads | None, keys: ApiKeys, model_of: Callable[[str | None], str]
+) -> TenantObjects | NoObjects:
+    if threads is None:
+        return NoObjects()
+    max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
+    return TenantObjects(threads, keys, config.responses, max_body_bytes=max_body_bytes, model_of=model_of)
+
+
+def _meter(config: GatewayConfig, location: StoreLocation | None, store: Store | None) -> Meter | NoMeter:
+    if location is None or store is None:
+        return NoMeter()
+    return Meter(store, location.slots_path, config.meter, PriceList(config.price))
 
 
 def _admission(
@@ -222,6 +296,7 @@ def _admission(
 
 def _status(
     config: GatewayConfig,
+    store: WatchedStore | None,
     state: GatewayState,
     admission: Admission,
     meter: Meter | NoMeter,
@@ -236,7 +311,8 @@ def _status(
         running_requests=state.num_running,
         waiting_requests=admission.num_waiting,
         policy=config.routing.policy,
-        ledger=None if meter.path is None else str(meter.path),
+        store=None if store is None else store.name,
+        store_trouble=None if store is None else store.trouble,
         ledger_pending_rows=meter.pending,
     )
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from stoker.base import log
 from stoker.base.errors import ConfigError
@@ -18,11 +18,13 @@ from stoker.base.volatile_lines import VOLATILE_LINES
 from stoker.fleet.health import HealthSettings
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.http import network_of
+from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.cors import CorsRules
 from stoker.proto.openai.fields import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from stoker.routing.settings import RouterSettings
 
+STORE_FILE = "store.db"
 _NAME = r"[A-Za-z0-9._@-]{1,64}"
 _MEDIA_HOST = re.compile(r"([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?")
 _NAME_EXPECTED = "up to 64 letters, digits, '.', '_', '@' and '-'"
@@ -274,13 +276,7 @@ class AdmissionSettings:
 class MeterSettings:
     """The usage ledger."""
 
-    path: Path | None = setting(
-        None,
-        "SQLite file for usage rows. `none` turns metering off.",
-        flag="--ledger",
-        metavar="FILE",
-        default_text="usage.db in the state folder, ~/.local/state/stoker",
-    )
+    RENAMED: ClassVar[dict[str, str]] = {"path": "store, at the top of the file"}
     flush_s: float = setting(0.2, "Maximum time between two batches of rows.", unit="s", gt=0)
     flush_rows: int = setting(500, "Maximum rows in a batch.", ge=1)
     max_pending: int = setting(
@@ -298,15 +294,40 @@ class MeterSettings:
         ge=0,
     )
     currency: str = setting("USD", "Currency of the prices, as shown by /v1/usage.")
-    default_path: Path | None = None  # the ledger if `path` is not given; None: no metering
 
     def __post_init__(self) -> None:
         check_settings(self, "meter")
 
-    @property
-    def ledger(self) -> Path | None:
-        path = self.path or self.default_path
-        return None if path == Path("none") else path
+
+@dataclass(frozen=True, slots=True)
+class ResponsesSettings:
+    """Stored responses of the Responses API. They need a store."""
+
+    store_default: bool = setting(True, "Whether a response is stored if its request does not say so, as OpenAI does.")
+    retention_s: float = setting(
+        30 * 86_400.0,
+        "How long a response is kept. Continuing a conversation keeps all of its responses.",
+        unit="s",
+        gt=0,
+    )
+    max_mib: float = setting(16.0, "Maximum size of one stored response with its input.", unit="MiB", gt=0)
+    max_tenant_mib: float = setting(
+        1024.0, "Maximum size of a tenant's responses, compressed. The oldest make room.", unit="MiB", gt=0
+    )
+    max_turns: int = setting(1000, "Maximum turns of a conversation that previous_response_id continues.", ge=1)
+    max_background: int = setting(64, "Maximum background responses of a tenant that have not ended.", ge=1)
+    background_s: float = setting(
+        3600.0, "Maximum time that a background response waits for a worker. It fails then.", unit="s", gt=0
+    )
+    lease_s: float = setting(
+        15.0,
+        "A gateway that does not renew its lease on a background response or a batch for this long counts as dead.",
+        unit="s",
+        ge=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "responses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,12 +431,23 @@ class GatewayConfig:
     health: HealthSettings = field(default_factory=HealthSettings)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     meter: MeterSettings = field(default_factory=MeterSettings)
+    responses: ResponsesSettings = field(default_factory=ResponsesSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()
     tenant: tuple[TenantSettings, ...] = ()
     key: tuple[KeySettings, ...] = ()
+    store: str | None = setting(
+        None,
+        "Where the gateway keeps its durable state, such as usage rows: a SQLite file, or a URL postgresql://… that several "
+        "gateways share. `none` keeps nothing, and turns metering off.",
+        flag="--store",
+        metavar="FILE|URL",
+        default_text="store.db in the state folder, ~/.local/state/stoker",
+        renamed_from=("--ledger",),
+    )
+    state_dir: Path | None = None  # this machine's folder for state; None: without `store` there is no store
     admin_token_file: Path | None = setting(
         None,
         "File that holds the bearer token for /admin/*.",
@@ -455,6 +487,15 @@ class GatewayConfig:
         _unique("tenant.name", [one.name for one in self.tenant])
         _unique("price.model", [one.model for one in self.price])
         _unique("alias.name", [one.name for one in self.alias])
+        _ = self.store_location  # refuses a wrong URL
+
+    @property
+    def store_location(self) -> StoreLocation | None:
+        """Return where the store lies; None if there is none."""
+        if self.store == "none" or (self.store is None and self.state_dir is None):
+            return None
+        state_dir = self.state_dir or Path()
+        return StoreLocation(self.store or str(state_dir / STORE_FILE), state_dir)
 
     def worker_specs(self) -> tuple[WorkerSpec, ...]:
         specs = tuple(worker_spec(one) for one in self.worker)

@@ -12,6 +12,7 @@ from stoker.gateway.http import Server
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics, Sample
+from stoker.gateway.store.watched import WatchedStore
 from stoker.routing.router import PrefixIndexes
 
 
@@ -65,4 +66,12 @@ def add_gauges(
         name("index_blocks"),
         "Prefix keys in the index",
         lambda: (((("model", model),), float(len(index))) for model, index in indexes.items()),
+    )
+
+
+def add_store_gauges(metrics: GatewayMetrics, store: WatchedStore) -> None:
+    name = "stoker_gateway_{}".format
+    metrics.gauge(name("store_up"), "1 if the store works", lambda: float(store.trouble is None))
+    metrics.gauge(
+        name("store_failures_total"), "Transactions that the store failed", lambda: store.num_failures, kind="counter"
     )

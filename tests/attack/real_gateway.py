@@ -71,6 +71,6 @@ def running_gateway(folder: Path, num_workers: int) -> Iterator[RealGateway]:
         config.write_text(gateway_config(urls, KEYS, "stoker"))
         log = folder / "gateway.log"
         command = python_module("stoker.cli.main", "gateway", "--config", config, "--port", port)
-        held.enter_context(started([*command, "--ledger", str(folder / "usage.db")], log))
+        held.enter_context(started([*command, "--store", str(folder / "usage.db")], log))
         wait_until_answering(port, "mock", 60)
         yield RealGateway(port, log)

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from scripted_server import Reply, ScriptedServer, Seen, answer
 
+from stoker.base.errors import ConfigError
 from stoker.cli import gateway
 from stoker.cli.main import main
 from stoker.gateway.config import GatewayConfig, KeySettings
@@ -66,7 +67,7 @@ def test_an_invalid_key_name_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 def test_flags_become_settings() -> None:
     config = config_of(
         *("--port", "9", "--host", "::", "--policy", "random", "--debug-routes", "--no-request-log"),
-        *("--worker", "http://a:1,role=prefill", "--worker", "http://b:2", "--ledger", "x.db", "--drain-s", "3"),
+        *("--worker", "http://a:1,role=prefill", "--worker", "http://b:2", "--store", "x.db", "--drain-s", "3"),
         *("--otlp-endpoint", "http://c/v1/traces", "--max-body-mib", "1.5", "--no-tokenize"),
     )
     assert (config.listen.port, config.listen.host, config.listen.drain_s, config.listen.max_body_mib) == (
@@ -77,26 +78,38 @@ def test_flags_become_settings() -> None:
     )
     assert (config.routing.policy, config.routing.debug_routes, config.routing.tokenize) == ("random", True, False)
     assert [worker.url for worker in config.worker] == ["http://a:1", "http://b:2"]
-    assert config.meter.ledger == Path("x.db")
+    assert config.store == "x.db"
     assert config.tracing.otlp_endpoint == "http://c/v1/traces"
     assert not config.log_requests
 
 
-def test_the_ledger_is_in_the_state_folder_by_default(tmp_path: Path) -> None:
-    assert config_of().meter.ledger == Path("/home/x/.local/state/stoker/usage.db")
-    assert config_of(environment={"XDG_STATE_HOME": "/s"}).meter.ledger == Path("/s/stoker/usage.db")
-    assert config_of("--ledger", "none").meter.ledger is None
+def test_the_store_is_in_the_state_folder_by_default(tmp_path: Path) -> None:
+    assert config_of().store_location.name == "/home/x/.local/state/stoker/store.db"
+    assert config_of(environment={"XDG_STATE_HOME": "/s"}).store_location.name == "/s/stoker/store.db"
+    assert config_of("--store", "none").store_location is None
     file = tmp_path / "gateway.toml"
-    file.write_text("[meter]\npath = 'from-file.db'")
-    assert config_of("--config", str(file)).meter.ledger == Path("from-file.db")
+    file.write_text("store = 'from-file.db'")
+    assert config_of("--config", str(file)).store == "from-file.db"
+
+
+def test_the_ledgers_earlier_flag_and_file_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--ledger was renamed: use --store"):
+        config_of("--ledger", "x.db")
+    (tmp_path / "stoker").mkdir()
+    (tmp_path / "stoker" / "usage.db").touch()
+    environment = {"XDG_STATE_HOME": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"Keep it with `mv .*usage.db .*store.db`"):
+        config_of(environment=environment)
+    (tmp_path / "stoker" / "usage.db").rename(tmp_path / "stoker" / "store.db")
+    assert config_of(environment=environment).store_location is not None
 
 
 def test_a_wrong_worker_is_quoted_and_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--worker", "http://a,role=boss"]) == 2
     assert "role='boss': give unified, prefill or decode" in capsys.readouterr().err
-    assert main(["gateway", "--port", "0", "--policy", "wishful", "--ledger", "none"]) == 2
+    assert main(["gateway", "--port", "0", "--policy", "wishful", "--store", "none"]) == 2
     assert "unknown routing policy 'wishful'; available: " in capsys.readouterr().err
-    assert main(["gateway", "--port", "0", "--worker", "http://a,dialect=klingon", "--ledger", "none"]) == 2
+    assert main(["gateway", "--port", "0", "--worker", "http://a,dialect=klingon", "--store", "none"]) == 2
     assert "klingon" in capsys.readouterr().err
 
 
@@ -162,7 +175,7 @@ def rows(path: Path) -> Sequence[tuple[object, ...]]:
 
 
 def test_a_gateway_without_workers_says_how_to_add_them() -> None:
-    command = [STOKER, "gateway", "--port", "0", "--ledger", "none"]
+    command = [STOKER, "gateway", "--port", "0", "--store", "none"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         watchdog = threading.Timer(240, process.kill)
         watchdog.start()
@@ -178,7 +191,7 @@ def test_a_gateway_without_workers_says_how_to_add_them() -> None:
 def test_the_printed_curl_line_works_and_sigterm_ends_cleanly(tmp_path: Path, server: ScriptedServer) -> None:
     server.script = whole
     ledger = tmp_path / "usage.db"
-    with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--ledger", str(ledger)) as running:
+    with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--store", str(ledger)) as running:
         assert "scripted" in running.welcome
         command = shlex.split(running.welcome[running.welcome.index("curl") :].replace("\\\n", " "))
         body = json.loads(command[-1])
@@ -200,7 +213,7 @@ def test_ctrl_c_ends_cleanly_too_and_usage_is_served(tmp_path: Path, server: Scr
     server.script = whole
     token = tmp_path / "token"
     token.write_text("an-admin-token-for-tests\n")
-    options = ["--worker", f"{server.url},dialect=openai", "--ledger", str(tmp_path / "u.db")]
+    options = ["--worker", f"{server.url},dialect=openai", "--store", str(tmp_path / "u.db")]
     with started(tmp_path, *options, "--admin-token-file", str(token)) as running:
         body = json.dumps({"model": "scripted", "stream": True, "messages": [{"role": "user", "content": "Hi"}]})
         curl(f"{running.url}/v1/chat/completions", "-d", body)
@@ -225,7 +238,7 @@ def test_the_first_signal_waits_for_running_requests_and_the_second_does_not(
     tmp_path: Path, server: ScriptedServer
 ) -> None:
     server.script = lambda seen: answer("slow", "er", pause=1.0 if "brief" in str(seen.body) else 600.0)
-    options = ["--worker", f"{server.url},dialect=openai", "--ledger", "none"]
+    options = ["--worker", f"{server.url},dialect=openai", "--store", "none"]
 
     def ask(url: str, word: str) -> subprocess.Popen[str]:
         body = json.dumps({"model": "scripted", "stream": True, "messages": [{"role": "user", "content": word}]})
@@ -254,7 +267,7 @@ def test_running_requests_finish_also_when_the_log_reader_is_gone(tmp_path: Path
     fifo = tmp_path / "gateway.log"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--ledger", "none") as running:
+    with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--store", "none") as running:
         body = json.dumps({"model": "scripted", "stream": True, "messages": [{"role": "user", "content": "Hi"}]})
         command = ["curl", "-sSN", "-m", "200", f"{running.url}/v1/chat/completions", "-d", body]
         asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -283,7 +296,7 @@ def test_https(tmp_path: Path, server: ScriptedServer) -> None:
         *subject,
     ]
     subprocess.run(make, check=True, capture_output=True, timeout=60)
-    options = ["--worker", f"{server.url},dialect=openai", "--ledger", "none"]
+    options = ["--worker", f"{server.url},dialect=openai", "--store", "none"]
     tls = ["--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem")]
     with started(tmp_path, *options, *tls) as running:
         assert running.url.startswith("https://")
@@ -295,7 +308,7 @@ def test_https(tmp_path: Path, server: ScriptedServer) -> None:
 def test_a_taken_port_is_an_error_that_names_it(tmp_path: Path, server: ScriptedServer) -> None:
     port = server.url.rpartition(":")[2]
     done = subprocess.run(
-        [STOKER, "gateway", "--port", port, "--ledger", "none"], capture_output=True, text=True, timeout=60
+        [STOKER, "gateway", "--port", port, "--store", "none"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

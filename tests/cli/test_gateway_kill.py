@@ -62,7 +62,7 @@ def test_kill_9_loses_no_row_and_doubles_none(tmp_path: Path, server: ScriptedSe
     expected: dict[str, int] = {}
     complete: set[str] = set()
     for number in range(3):
-        with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--ledger", str(ledger)) as running:
+        with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--store", str(ledger)) as running:
             clients = Clients(running.url)
             threads = [threading.Thread(target=clients.run, args=(f"k{number}c{one}",)) for one in range(NUM_CLIENTS)]
             for thread in threads:
@@ -74,7 +74,7 @@ def test_kill_9_loses_no_row_and_doubles_none(tmp_path: Path, server: ScriptedSe
                 assert not thread.is_alive()
         expected |= clients.pieces
         complete |= clients.complete
-    with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--ledger", str(ledger)) as running:
+    with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--store", str(ledger)) as running:
         assert running.stop() == 0
     with closing(sqlite3.connect(ledger)) as connection:
         rows = list(connection.execute("SELECT x_request_id, status, prompt_tokens, completion_tokens FROM usage"))

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, Overloaded
+from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.sqlite import SqliteStore
-from stoker.gateway.store.store import Store, StoreRefused, Tables
+from stoker.gateway.store.store import Store, StoreRefused, StoreTimeout, StoreUnavailable, Tables, Transaction
+from stoker.gateway.store.store_threads import StoreThreads
 
 # How each store is opened; a second call with the same folder opens the same data.
-STORES: dict[str, Callable[[Path], Store]] = {"sqlite": lambda folder: SqliteStore(folder / "store.db", "meter.path")}
+STORES: dict[str, Callable[[Path, str], Store]] = {
+    "sqlite": lambda folder, url: SqliteStore(folder / "store.db"),
+    "postgres": lambda folder, url: StoreLocation(url, folder).open(),
+}
 
-COUNTS = Tables("counts", 1, ("CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",))
+COUNTS = Tables("counts", (("CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",),))
 ADD = "INSERT INTO counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = counts.value + excluded.value"
 
 Open = Callable[[], Store]
 
 
 @pytest.fixture(params=STORES)
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    stores: list[Store] = []
+
     def open_store() -> Store:
-        store = STORES[request.param](tmp_path)
+        store = STORES[request.param](tmp_path, url)
+        stores.append(store)
         store.declare(COUNTS)
         return store
 
-    return open_store
+    yield open_store
+    for store in stores:
+        store.close()
 
 
 def add_all(store: Store, counts: dict[str, int | None], raises: Exception | None = None) -> None:
@@ -98,7 +111,74 @@ def test_threads_add_up(opened: Open) -> None:
     assert values(store) == {"a": 80}
 
 
-def test_tables_of_another_version_are_a_config_error(opened: Open) -> None:
-    opened().declare(COUNTS)  # a second declaration changes nothing
-    with pytest.raises(ConfigError, match="schema version 1, but this version of stoker needs 2"):
-        opened().declare(Tables("counts", 2, COUNTS.statements))
+def test_migrations_run_once_and_keep_the_rows(opened: Open) -> None:
+    store = opened()
+    store.declare(COUNTS)  # a second declaration changes nothing
+    add_all(store, {"a": 1})
+    second = (
+        "ALTER TABLE counts ADD COLUMN unit TEXT NOT NULL DEFAULT 's'",
+        "CREATE INDEX counts_by_unit ON counts (unit)",
+    )
+    newer = Tables("counts", (*COUNTS.migrations, second))
+    store.declare(newer)
+    store.declare(newer)
+    with store.snapshot() as reader:
+        assert list(reader.execute("SELECT name, value, unit FROM counts")) == [("a", 1, "s")]
+    with pytest.raises(
+        ConfigError, match="schema version 2, but this version of stoker knows 1; run the newer version"
+    ):
+        store.declare(COUNTS)
+    store.close()
+
+
+def test_a_migration_that_fails_leaves_the_tables_as_they_were(opened: Open) -> None:
+    store = opened()
+    add_all(store, {"a": 1})
+    wrong = ("ALTER TABLE counts ADD COLUMN unit TEXT", "ALTER TABLE missing ADD COLUMN unit TEXT")
+    with pytest.raises((StoreUnavailable, StoreRefused)):
+        store.declare(Tables("counts", (*COUNTS.migrations, wrong)))
+    store.declare(COUNTS)
+    with store.snapshot() as reader:
+        assert [len(row) for row in reader.execute("SELECT * FROM counts")] == [2]
+    store.close()
+
+
+def test_a_long_snapshot_is_stopped(opened: Open) -> None:
+    store = opened()
+    add_all(store, {f"n{number}": number for number in range(300)})
+    slow = "SELECT COUNT(*) FROM counts a, counts b, counts c, counts d WHERE a.value + b.value + c.value + d.value = 7"
+    with pytest.raises(StoreTimeout), store.snapshot(0.1) as reader:
+        list(reader.execute(slow))
+    assert len(values(store)) == 300
+    store.close()
+
+
+def test_the_event_loop_goes_on_while_the_store_works(opened: Open) -> None:
+    store = opened()
+    threads = StoreThreads(store, num_threads=2, max_running=3)
+    held = threading.Event()
+
+    def hold(changes: Transaction) -> int:
+        changes.execute(ADD, ("a", 1))
+        held.wait(30)
+        return 7
+
+    async def main() -> None:
+        first = asyncio.create_task(threads.write(hold, 30.0))
+        late = asyncio.create_task(threads.write(lambda changes: list(changes.execute(ADD, ("a", 1))), 0.05))
+        with pytest.raises(StoreUnavailable) as unavailable:
+            await late
+        assert "no answer within" in unavailable.value.detail
+        assert store.name not in unavailable.value.message  # clients see it
+        assert await threads.read(lambda reader: list(reader.execute("SELECT * FROM counts"))) == []
+        third = asyncio.create_task(threads.write(hold, 30.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="which is the limit"):
+            await threads.read(lambda reader: 0)
+        held.set()
+        assert [await first, await third] == [7, 7]
+
+    asyncio.run(main())
+    threads.close()
+    assert values(store) == {"a": 3}  # the late one was committed after its caller had left
+    store.close()

@@ -59,7 +59,11 @@ def test_a_gpu_step_is_waited_for_even_if_it_samples_nothing(monkeypatch: pytest
     blocks = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
     group = SimpleNamespace(block_tokens=4, width=2)
     kv: Any = SimpleNamespace(
-        blocks=blocks, like=blocks, all_groups=[group], layout=KvLayout.of(1, 1, 2, 4, "float64", 8)
+        sets=[],
+        device="cuda",
+        like=blocks,
+        all_groups=[group],
+        layout=KvLayout.of(1, 1, 2, 4, "float64", 8),
     )
     model: Any = None
     rows = RowTable(1, 1, 10, torch.device("cpu"), NoGrammars())

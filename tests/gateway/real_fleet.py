@@ -364,7 +364,7 @@ def real_fleet(
             start.start()
         for start in starts:
             start.join()
-        arguments = ["gateway", "--admin-token-file", str(token), "--ledger", str(ledger), *gateway_options]
+        arguments = ["gateway", "--admin-token-file", str(token), "--store", str(ledger), *gateway_options]
         for number, worker in enumerate(workers):
             assert worker.port, worker.log_path.read_text()
             arguments += ["--worker", f"{worker.url},role={roles[number]}" if roles else worker.url]

@@ -114,7 +114,7 @@ def key_of(name: str, **more: Any) -> dict[str, Any]:
 def test_every_request_is_billed_once_to_its_tenant_and_all_books_agree(tmp_path: Path) -> None:
     async def main() -> None:
         settings = {
-            "meter.path": str(tmp_path / "usage.db"),
+            "store": str(tmp_path / "usage.db"),
             "key": [key_of("alice", tenant="red"), key_of("bob", tenant="blue")],
             "price": [{"model": "m", "input": 1.0, "cached_input": 0.1, "output": 2.0}],
         }
@@ -301,7 +301,7 @@ def _spans(body: bytes) -> list[Any]:
 def test_metrics_need_a_token_where_keys_are_configured(tmp_path: Path) -> None:
     async def main() -> None:
         (tmp_path / "metrics").write_text("a-metrics-token-for-tests")
-        settings = {"meter.path": "none", "key": [key_of("alice")], "metrics_token_file": str(tmp_path / "metrics")}
+        settings = {"store": "none", "key": [key_of("alice")], "metrics_token_file": str(tmp_path / "metrics")}
         async with built(tmp_path, settings, [serving()]) as world:
             for token, expected in ((None, 401), ("sk-alice", 401), (ADMIN, 200), ("a-metrics-token-for-tests", 200)):
                 status, headers, body = await world.ask("/metrics", key=token, method="GET")
@@ -311,7 +311,7 @@ def test_metrics_need_a_token_where_keys_are_configured(tmp_path: Path) -> None:
                     assert "--metrics-token-file" in json.loads(body)["error"]["message"]
             # The metrics token opens nothing else.
             assert (await world.ask("/admin/fleet", key="a-metrics-token-for-tests", method="GET"))[0] == 401
-        async with built(tmp_path, {"meter.path": "none"}, [serving()]) as world:
+        async with built(tmp_path, {"store": "none"}, [serving()]) as world:
             assert (await world.ask("/metrics", method="GET"))[0] == 200
 
     asyncio.run(main())

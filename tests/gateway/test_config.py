@@ -17,6 +17,8 @@ HASH = "0" * 64
 FILE = f"""
 admin_token_file = "admin.token"
 
+store = "usage.db"
+
 [listen]
 port = 9000
 
@@ -29,7 +31,7 @@ kv_pressure_s = 0.3
 queue_s = 12
 
 [meter]
-path = "usage.db"
+flush_rows = 7
 
 [[worker]]
 url = "http://a:1"
@@ -70,7 +72,7 @@ def test_a_complete_file_is_read(tmp_path: Path) -> None:
     config = load(write(tmp_path, FILE))
     assert (config.listen.port, config.routing.policy, config.admission.queue_s) == (9000, "least_tokens", 12)
     assert config.routing.cost.kv_pressure_s == 0.3
-    assert config.meter.path == Path("usage.db")
+    assert (config.store, config.meter.flush_rows) == ("usage.db", 7)
     assert config.admin_token_file == Path("admin.token")
     first, second = config.worker_specs()
     assert (first.worker_id, first.role, first.models, dict(first.labels)) == (
@@ -85,10 +87,10 @@ def test_a_complete_file_is_read(tmp_path: Path) -> None:
 
 
 def test_flags_take_precedence_and_add_workers(tmp_path: Path) -> None:
-    overrides = {"listen.port": 1234, "worker": [{"url": "http://c:3"}], "meter.path": "other.db"}
+    overrides = {"listen.port": 1234, "worker": [{"url": "http://c:3"}], "store": "other.db"}
     config = load(write(tmp_path, FILE), overrides)
     assert config.listen.port == 1234
-    assert config.meter.path == Path("other.db")
+    assert config.store == "other.db"
     assert [spec.worker_id for spec in config.worker_specs()] == ["a:1", "b:2", "c:3"]
 
 
@@ -105,6 +107,8 @@ def test_without_a_file_all_settings_have_their_defaults() -> None:
         ("nonsense = 1", "nonsense: no such setting; choose one of: admin_token_file"),
         ("[routing.cost]\nmove = 1", "routing.cost.move: no such setting"),
         ("[routing.cost]\nmove_part = 0.5", "routing.cost.move_part: this setting was removed; delete it"),
+        ('[meter]\npath = "usage.db"', "meter.path was renamed: write store"),
+        ('store = "mysql://me:pw@db/x"', "store=mysql://me:***@db/x: give the path of a SQLite file"),
         ("[admission]\nqueue_s = -1", "admission.queue_s=-1"),
         ("[listen]\ntls_cert = 'a.pem'", "TLS needs both"),
         (

@@ -28,7 +28,7 @@ def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def second(fleet: RealFleet, tmp_path: Path) -> Iterator[Process]:
     """A second gateway in front of the same workers."""
     (tmp_path / "token").write_text(ADMIN_TOKEN)
-    arguments = ["gateway", "--admin-token-file", str(tmp_path / "token"), "--ledger", "none", "--debug-routes"]
+    arguments = ["gateway", "--admin-token-file", str(tmp_path / "token"), "--store", "none", "--debug-routes"]
     for worker in fleet.workers:
         arguments += ["--worker", worker.url]
     gateway = Process(arguments, tmp_path / "second.log")
@@ -109,7 +109,7 @@ def test_workers_register_with_a_secret_and_leave(tiny_folder: Path, tmp_path: P
     (tmp_path / "token").write_text(ADMIN_TOKEN)
     secret = ["--secret-file", str(tmp_path / "secret")]
     gateway = Process(
-        ["gateway", "--ledger", "none", "--admin-token-file", str(tmp_path / "token"), *secret],
+        ["gateway", "--store", "none", "--admin-token-file", str(tmp_path / "token"), *secret],
         tmp_path / "gateway.log",
     )
     with ExitStack() as stack:

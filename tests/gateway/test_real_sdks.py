@@ -30,7 +30,7 @@ def url(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     work = tmp_path_factory.mktemp("sdks")
     worker = Process(["serve", str(tiny_folder), *WORKER_OPTIONS], work / "worker.log")
     worker.start()
-    gateway = Process(["gateway", "--ledger", "none", "--worker", worker.url, "--alias", "gpt-4o=tiny"], work / "log")
+    gateway = Process(["gateway", "--store", "none", "--worker", worker.url, "--alias", "gpt-4o=tiny"], work / "log")
     try:
         gateway.start()
         yield gateway.url

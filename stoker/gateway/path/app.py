@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -29,11 +29,17 @@ from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
+from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.objects.response_runs import Generate
+from stoker.gateway.objects.tenant_objects import OBJECT_PREFIXES
 from stoker.gateway.path.billing import billed_usage
+from stoker.gateway.path.cache_report import miss_parts
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
@@ -44,15 +50,16 @@ from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
-from stoker.gateway.records.running_usage import RunningUsage
+from stoker.gateway.records.running_usage import UsageLedger
 from stoker.gateway.records.tracing import Tracing
-from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.routing.query import RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
+_RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
 _YES = frozenset({b"1", b"true", b"yes"})
 
@@ -80,14 +87,20 @@ class UsageRecorder(Protocol):
     def record(self, row: UsageRow) -> None: ...
 
 
-class UsageLedger(Protocol):
-    """Takes one row for each admitted request, in two steps."""
+class MissRecorder(Protocol):
+    """Counts why prompts were computed."""
 
-    def open(self, head: UsageHead) -> RunningUsage:
-        """Write the row ahead. Raises Overloaded if the ledger can take no more."""
+    def add(
+        self, key_id: str, tenant: str, model: str, prompt_tokens: int, cached_tokens: int, parts: Sequence[MissPart]
+    ) -> None: ...
 
-    def settle(self, running: RunningUsage, row: UsageRow) -> None:
-        """Put the final row in place of the one written ahead."""
+
+class StoredObjects(Protocol):
+    """What tenants keep in the store: responses, files and batches, or nothing."""
+
+    async def create_response(self, request: HttpRequest, generate: Generate) -> None: ...
+
+    async def answer(self, request: HttpRequest) -> Reply | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +123,13 @@ class GatewayParts:
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
+    embeddings: Endpoint
+    doctor: CacheDoctor
+    misses: MissRecorder
+    objects: StoredObjects
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
+    store_works: Callable[[], bool] = lambda: True
     cors: CorsRules = NO_CORS
     aliases: ModelAliases = NO_ALIASES
     clock: Callable[[], float]
@@ -130,9 +148,11 @@ class Gateway:
         if self._parts.cors:
             request.more_headers = cors_headers(self._parts.cors, request.head)
         kind = _GENERATING.get(request.path)
-        if kind is not None and request.method == b"POST":
-            return self._generate(request, kind)
-        return self._reply(request)
+        if kind is None or request.method != b"POST":
+            return self._reply(request)
+        if kind is _RESPONSES:
+            return self._create_response(request)
+        return self.generate(request, kind)
 
     def count_bad_request(self, peer: str, reason: str) -> None:
         """Count and log bytes that the HTTP server refused because they are not a valid request."""
@@ -141,7 +161,20 @@ class Gateway:
 
     # ---- generating requests
 
-    async def _generate(self, request: HttpRequest, kind: EndpointKind) -> None:
+    async def _create_response(self, request: HttpRequest) -> None:
+        """Run a request of the Responses API, which may have state."""
+        try:
+            await self._parts.objects.create_response(request, self.generate)
+        except Exception as error:
+            reply = self._reply_to(error, request)
+            if not request.started:
+                request.respond(reply.status, reply.headers, reply.body)
+            elif not request.finished:
+                request.write(error_event(error, _RESPONSES))
+                request.finish()
+
+    async def generate(self, request: HttpRequest, kind: EndpointKind) -> None:
+        """Run a generating request to its end. Errors become its response."""
         parts, header = self._parts, request.head.by_name.get
         row_id = self._ids.new()
         request_id = given_request_id(header(b"x-request-id")) or row_id.encode()
@@ -261,7 +294,7 @@ class Gateway:
 
     def _record(self, exchange: Exchange) -> None:
         parts = self._parts
-        row = exchange.row(parts.clock())
+        row = exchange.row(parts.clock(), self._misses(exchange))
         if exchange.running is not None:
             parts.meter.settle(exchange.running, row)
         exchange.trace.end(row.status, row.error)
@@ -270,6 +303,16 @@ class Gateway:
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
 
+    def _misses(self, exchange: Exchange) -> str:
+        """Explain and count the uncached tokens of a request. Return the explanation for its row."""
+        call, caller = exchange.call, exchange.caller
+        if call is None or call.usage is None or not call.usage.prompt_tokens:
+            return ""
+        prompt, cached = call.usage.prompt_tokens, call.usage.cached_tokens
+        found = miss_parts(self._parts.doctor, call, prompt, cached, call.usage.completion_tokens)
+        self._parts.misses.add(caller.key_id, caller.tenant, exchange.model, prompt, cached, found)
+        return as_text(found)
+
     # ---- all other paths
 
     async def _reply(self, request: HttpRequest) -> None:
@@ -277,14 +320,18 @@ class Gateway:
             reply = await self._other(request)
         except Exception as error:
             reply = shaped_for(request.path, self._reply_to(error, request))
-        request.respond(reply.status, reply.headers, reply.body)
+        if reply is not None and not request.started:
+            request.respond(reply.status, reply.headers, reply.body)
+        elif not request.finished:
+            request.abort()  # a stream that failed, so that the client sees an incomplete response
 
-    async def _other(self, request: HttpRequest) -> Reply:
+    async def _other(self, request: HttpRequest) -> Reply | None:
+        """Return the reply to any other request. None: it was sent as a stream."""
         path, parts = request.path, self._parts
         if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
             return preflight
         if path == b"/health":
-            return json_reply({"status": "ok"})
+            return self._health()
         if path == b"/ready":
             return self._ready()
         if path == b"/metrics":
@@ -297,12 +344,20 @@ class Gateway:
             return await parts.registration.answer(request)
         if path in TOKENIZE_PATHS:
             return await parts.tokenize.answer(request)
+        if path in EMBEDDINGS_PATHS:
+            return await parts.embeddings.answer(request)
+        if path.startswith(OBJECT_PREFIXES):
+            return await parts.objects.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)
             return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
         if path in _GENERATING:
             return method_not_allowed(path, request.method, [b"POST"])
         raise NotFound(f"No such path: {path.decode('latin-1')}.", code="unknown_url")
+
+    def _health(self) -> Reply:
+        """Return 200 while the gateway serves. Without its store it does: usage rows wait in their files."""
+        return json_reply({"status": "ok", "store": "ok" if self._parts.store_works() else "unavailable"})
 
     def _ready(self) -> Reply:
         parts, now = self._parts, self._parts.clock()

@@ -1,7 +1,7 @@
 """`GET /v1/usage`: usage and costs from the ledger, grouped as requested, as JSON or CSV, in pages.
 
 An API key sees its own tenant, the admin token sees all tenants. Sums and costs are computed with integers, so they are exact.
-A query runs on a thread with its own read-only connection. It is aborted after a time limit, and each tenant may run only a
+A query runs on a thread. It is aborted after a time limit, and each tenant may run only a
 few at a time.
 """
 
@@ -11,14 +11,12 @@ import asyncio
 import base64
 import csv
 import io
-import sqlite3
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -29,12 +27,12 @@ from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, json_reply, text_reply
 from stoker.gateway.records.prices import Price, in_currency
+from stoker.gateway.records.usage_tables import DAY_S, HOUR_S
+from stoker.gateway.store.store import Store, StoreTimeout
 
-_DAY_S = 86_400
 _MAX_TIME_S = 2.5e11  # in the year 9892
-_DEFAULT_SPAN_S = 30 * _DAY_S
+_DEFAULT_SPAN_S = 30 * DAY_S
 _QUERY_S = 10.0
-_PROGRESS_STEPS = 10_000  # SQLite instructions between two checks of the time limit: a fraction of a millisecond
 _MAX_PER_TENANT = 2  # queries at a time
 _DEFAULT_LIMIT = 100
 _MAX_LIMIT = 1000
@@ -48,11 +46,12 @@ _GROUPS = {
     "worker": "worker",
     "endpoint": "endpoint",
     "status": "status",
-    "hour": "CAST(time_s / 3600 AS INTEGER) * 3600",
-    "day": "CAST(time_s / 86400 AS INTEGER) * 86400",
+    "hour": "hour_s",
+    "day": f"hour_s - hour_s % {DAY_S}",
 }
 _FILTERS = {"key": "key_id", "tenant": "tenant", "model": "model", "session": "session"}
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+_ONLY_IN_ROWS = frozenset({"session", "worker"})  # the sums of hours and days do not tell them apart
 _NAMES = frozenset({"start", "end", "group_by", "format", "limit", "after", *_FILTERS})
 
 
@@ -105,18 +104,18 @@ class UsageLine:
 
 
 class UsageEndpoint:
-    """Handles /v1/usage. `path` is the ledger file; None if metering is disabled."""
+    """Handles /v1/usage. `store` is None if metering is disabled."""
 
     def __init__(
         self,
-        path: Path | None,
+        store: Store | None,
         keys: ApiKeys,
         admin: AdminToken,
         *,
         currency: str = "USD",
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        self._path = path
+        self._store = store
         self._keys = keys
         self._admin = admin
         self._currency = currency
@@ -128,8 +127,8 @@ class UsageEndpoint:
         if not self._admin.allows(request):
             caller = self._keys.authenticate(request)
             tenant, sees_workers = caller.tenant, not caller.known
-        if self._path is None:
-            raise NotFound("Metering is disabled: the gateway was started with --ledger none.")
+        if self._store is None:
+            raise NotFound("Metering is disabled: the gateway was started with --store none.")
         query = parse_query(request.query, self._unix_time(), tenant)
         if "worker" in query.group_by and not sees_workers:
             raise InvalidRequest(
@@ -141,14 +140,14 @@ class UsageEndpoint:
             raise Overloaded(message, code="rate_limited")
         self._num_running[name] += 1
         try:
-            return await asyncio.to_thread(self._reply, self._path, query)
+            return await asyncio.to_thread(self._reply, self._store, query)
         finally:
             self._num_running[name] -= 1
             if not self._num_running[name]:
                 del self._num_running[name]
 
-    def _reply(self, path: Path, query: UsageQuery) -> Reply:
-        page = read_usage(path, query)
+    def _reply(self, store: Store, query: UsageQuery) -> Reply:
+        page = read_usage(store, query)
         if query.as_csv:
             return _as_csv(query, page)
         return json_reply(
@@ -220,36 +219,95 @@ def _cursor(text: str | None, num_groups: int) -> tuple[Any, ...] | None:
     return tuple(group)
 
 
-def read_usage(path: Path, query: UsageQuery, limit_s: float = _QUERY_S) -> UsagePage:
+def read_usage(store: Store, query: UsageQuery, limit_s: float = _QUERY_S) -> UsagePage:
     """Return a page of groups in order, and the total, of requests with start <= arrival < end.
 
     Raises InvalidRequest if the query takes longer than `limit_s`.
     """
     groups = [_GROUPS[name] for name in query.group_by]
-    where = ["time_s >= ?", "time_s < ?", *(f"{_FILTERS[name]} = ?" for name, _ in query.filters)]
     # Also group by price, so that each sum of tokens is multiplied by the price that was valid for it.
     by = ", ".join([*groups, "prices.input", "prices.cached_input", "prices.output"])
+    parts, values = _parts(query)
     sql = (
-        f"SELECT {by}, COUNT(*), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
-        f" FROM usage JOIN prices ON prices.id = usage.price_id WHERE {' AND '.join(where)} GROUP BY {by} ORDER BY {by}"
+        f"SELECT {by}, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
+        f" FROM ({' UNION ALL '.join(parts)}) AS parts JOIN prices ON prices.id = parts.price_id"
+        f" GROUP BY {by} ORDER BY {by}"
     )
-    values = (query.start_s, query.end_s, *(value for _, value in query.filters))
     # Only the page is kept. Freeing a hundred thousand lines would hold the interpreter lock for longer than a request may
     # wait for it.
     page: list[UsageLine] = []
     total = UsageLine(())
-    for row in _rows(path, sql, values, limit_s):
-        group, price, sums = tuple(row[: len(groups)]), Price(*row[len(groups) : -4]), row[-4:]
-        total.add(sums, price)
-        if not page or page[-1].group != group:
-            if len(page) > query.limit or (query.after is not None and not _is_after(group, query.after)):
-                continue
-            page.append(UsageLine(group))
-        page[-1].add(sums, price)
+    try:
+        with store.snapshot(limit_s) as reader:
+            for row in reader.execute(sql, values):
+                group, price, sums = tuple(row[: len(groups)]), Price(*row[len(groups) : -4]), row[-4:]
+                total.add(sums, price)
+                if not page or page[-1].group != group:
+                    if len(page) > query.limit or (query.after is not None and not _is_after(group, query.after)):
+                        continue
+                    page.append(UsageLine(group))
+                page[-1].add(sums, price)
+    except StoreTimeout as error:
+        message = f"{error.message} Use a shorter time range (start, end), fewer group_by names or a filter."
+        raise InvalidRequest(message, code=error.code) from error
     has_more = len(page) > query.limit
     page = page[: query.limit]
     next_after = base64.urlsafe_b64encode(msgspec.json.encode(page[-1].group)).decode() if has_more else None
     return UsagePage(page, total, next_after)
+
+
+def _parts(query: UsageQuery) -> tuple[list[str], list[Any]]:
+    """Return SELECT statements that together cover the query's time range once, and their parameters.
+
+    Whole days and hours are read from their sums, and the rest from the rows.
+    """
+    needed = {*query.group_by, *(name for name, _ in query.filters)}
+    names = ["tenant", "key_id", "model", "endpoint", "status", "price_id", *sorted(needed & _ONLY_IN_ROWS)]
+    columns = ", ".join(names)
+    filters = "".join(f" AND {_FILTERS[name]} = ?" for name, _ in query.filters)
+    filter_values = [value for _, value in query.filters]
+    parts: list[str] = []
+    values: list[Any] = []
+
+    def add(sql: str, *times: float) -> None:
+        parts.append(f"{sql}{filters}")
+        values.extend([*times, *filter_values])
+
+    def add_rows(start_s: float, end_s: float) -> None:
+        add(
+            f"SELECT {columns}, hour_s, 1 AS requests, prompt_tokens, cached_tokens, completion_tokens FROM usage"
+            " WHERE time_s >= ? AND time_s < ?",
+            start_s,
+            end_s,
+        )
+
+    def add_sums(span_s: int, start_s: int, end_s: int) -> None:
+        if start_s < end_s:
+            add(
+                f"SELECT {columns}, start_s AS hour_s, requests, prompt_tokens, cached_tokens, completion_tokens"
+                f" FROM usage_sums WHERE span_s = {span_s} AND start_s >= ? AND start_s < ?",
+                start_s,
+                end_s,
+            )
+
+    first_hour, last_hour = _whole(query.start_s, query.end_s, HOUR_S)
+    if needed & _ONLY_IN_ROWS or first_hour >= last_hour:
+        add_rows(query.start_s, query.end_s)
+        return parts, values
+    first_day, last_day = _whole(first_hour, last_hour, DAY_S)
+    if "hour" in query.group_by or first_day >= last_day:
+        first_day = last_day = last_hour
+    add_rows(query.start_s, first_hour)
+    add_sums(HOUR_S, first_hour, first_day)
+    add_sums(DAY_S, first_day, last_day)
+    add_sums(HOUR_S, last_day, last_hour)
+    add_rows(last_hour, query.end_s)
+    return parts, values
+
+
+def _whole(start_s: float, end_s: float, span_s: int) -> tuple[int, int]:
+    """Return where the first whole span begins, and where the last one ends."""
+    return math.ceil(start_s / span_s) * span_s, math.floor(end_s / span_s) * span_s
 
 
 def _is_after(group: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
@@ -257,24 +315,6 @@ def _is_after(group: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
         return group > after
     except TypeError as error:
         raise InvalidRequest("after: it belongs to a query with another group_by.", param="after") from error
-
-
-def _rows(path: Path, sql: str, values: Sequence[Any], limit_s: float) -> Iterator[tuple[Any, ...]]:
-    """Run a query on a read-only connection of its own. Raises InvalidRequest after the time limit."""
-    deadline_s = time.monotonic() + limit_s
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True, timeout=limit_s)) as connection:
-        connection.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
-        try:
-            yield from connection.execute(sql, values)
-        except sqlite3.OperationalError as error:
-            if time.monotonic() <= deadline_s:
-                raise
-            message = (
-                f"The query took longer than {limit_s:g} s and was stopped; use a shorter time range (start, end),"
-                " fewer group_by names or a filter."
-            )
-            raise InvalidRequest(message, code="query_too_long") from error
 
 
 def _time(name: str, text: str) -> float:

@@ -62,11 +62,18 @@ class FoundSlot:
     note: str
 
 
+class SlotFileInUse(ConfigError):
+    """Another process holds the lock of the slot file."""
+
+
 class SlotFile:
     """The slots of one process. The thread that opens slots and the one that frees them may differ."""
 
     def __init__(self, path: Path, num_slots: int, setting: str) -> None:
-        """Open or create the file and lock it. `setting` names the setting that errors blame."""
+        """Open or create the file and lock it. `setting` names the setting that errors blame.
+
+        Raises SlotFileInUse if another process holds the lock.
+        """
         self.path = path
         self.num_damaged = 0
         try:
@@ -157,10 +164,7 @@ class SlotFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(
-                f"{setting}: another gateway uses this ledger (it holds the lock of {self.path}); give each gateway"
-                " its own file with --ledger FILE"
-            ) from error
+            raise SlotFileInUse(f"{setting}: another process uses {self.path}") from error
 
     def _slots_in_use(self) -> int:
         """Return how many slots the file must keep: up to the last one that is in use."""

@@ -323,7 +323,7 @@ def test_the_other_paths() -> None:
         async with World() as world:
             assert (await world.get("/ready")).status == 503
             await world.add("a", answers(ANSWER))
-            assert (await world.get("/health")).json == {"status": "ok"}
+            assert (await world.get("/health")).json == {"status": "ok", "store": "ok"}
             assert (await world.get("/ready")).status == 200
             assert [card["id"] for card in (await world.get("/v1/models")).json["data"]] == ["m"]
             assert (await world.get("/v1/models/m")).json["id"] == "m"

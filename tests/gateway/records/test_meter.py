@@ -17,15 +17,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import stoker.gateway.records.meter as meter_module
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.gateway.config import MeterSettings, PriceSettings
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, tail_bytes
+from stoker.gateway.records.usage_tables import TABLES
 from stoker.gateway.store.slot_file import HEAD_BYTES, TAIL_BYTES
 from stoker.gateway.store.sqlite import SqliteStore
+from stoker.gateway.store.store import Tables
 
 ROW = UsageRow("r", 1000.0, "key", "tenant", "model", "session", "worker", "chat", 200, 100, 60, 7, 12.5, 80.0)
 FAST = MeterSettings(flush_s=0.01, flush_rows=50)
@@ -54,7 +55,11 @@ def read(path: Path, sql: str) -> list[tuple[object, ...]]:
 
 
 def open_meter(path: Path, settings: MeterSettings = FAST, prices: PriceList | None = None) -> Meter:
-    return Meter(path, settings, prices or PriceList())
+    return Meter(SqliteStore(path), slots_of(path), settings, prices or PriceList())
+
+
+def slots_of(path: Path) -> Path:
+    return path.with_name(path.name + "-inflight")
 
 
 def test_recorded_rows_are_on_disk_after_close(tmp_path: Path) -> None:
@@ -93,7 +98,8 @@ def test_rows_recorded_during_a_commit_wait_for_the_next_batch(tmp_path: Path) -
                 record(self, row(len(times_s)))
             return super()._write(*batch)
 
-    meter = Trickle(tmp_path / "usage.db", MeterSettings(flush_s=0.1, flush_rows=100), PriceList())
+    path = tmp_path / "usage.db"
+    meter = Trickle(SqliteStore(path), slots_of(path), MeterSettings(flush_s=0.1, flush_rows=100), PriceList())
     record(meter, row(0))
     deadline = time.monotonic() + 30
     while len(times_s) < 4 and time.monotonic() < deadline:
@@ -109,7 +115,7 @@ def test_rows_are_written_without_a_flush(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while meter.written == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert read(meter.path, "SELECT COUNT(*) FROM usage") == [(1,)]
+    assert read(tmp_path / "usage.db", "SELECT COUNT(*) FROM usage") == [(1,)]
     meter.close()
 
 
@@ -131,11 +137,9 @@ def test_a_restart_goes_on(tmp_path: Path) -> None:
     assert read(tmp_path / "usage.db", "SELECT COUNT(*), SUM(prompt_tokens) FROM usage") == [(300, sum(range(300)))]
 
 
-def test_a_second_gateway_is_refused_and_readers_see_whole_batches(tmp_path: Path) -> None:
+def test_readers_see_whole_batches(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     meter = open_meter(path)
-    with pytest.raises(ConfigError, match=r"another gateway uses this ledger.*--ledger FILE"):
-        open_meter(path)
     stop = threading.Event()
     seen: list[int] = []
 
@@ -252,7 +256,7 @@ def test_rows_keep_the_price_of_their_day(tmp_path: Path) -> None:
 def test_a_file_that_is_not_a_ledger_is_a_config_error(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("not a database, but long enough to look like something" * 20)
-    with pytest.raises(ConfigError, match=r"meter.path=.*notes.txt"):
+    with pytest.raises(ConfigError, match=r"store=.*notes.txt.*restore the latest backup"):
         open_meter(text)
     newer = tmp_path / "newer.db"
     with closing(sqlite3.connect(newer)) as connection:
@@ -284,18 +288,17 @@ class FullDisk(SqliteStore):
 
 def test_a_full_disk_loses_no_row_not_even_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "usage.db"
-    monkeypatch.setattr(meter_module, "SqliteStore", FullDisk)
     settings = MeterSettings(flush_s=0.01, flush_rows=100, max_pending=500)
-    meter = open_meter(path, settings)
+    meter = Meter(FullDisk(path), slots_of(path), settings, PriceList())
     monkeypatch.setattr(FullDisk, "is_full", True)
     for number in range(500):
         record(meter, row(number, session="s" * 200))
-    with pytest.raises(Overloaded, match="check the ledger's disk"):
+    with pytest.raises(Overloaded, match=r"check the store .*usage.db and its disk"):
         meter.open(head_of(row(500)))
     meter.close(10.0)  # gives up, and the rows stay in their slots
     written = read(path, "SELECT COUNT(*) FROM usage")[0][0]
     assert written < 500
-    again = open_meter(path, settings)  # the disk is still full
+    again = Meter(FullDisk(path), slots_of(path), settings, PriceList())  # the disk is still full
     assert again.refusal() is None or written == 0
     monkeypatch.setattr(FullDisk, "is_full", False)
     again.close()
@@ -329,6 +332,23 @@ def test_a_running_request_is_billed_for_what_was_sent_when_the_gateway_is_lost(
         (200, 50, 50, 3, "host:8000", None, "tenant"),
         (599, 0, 0, 0, "", "session", "tenant"),
     ]
+
+
+def test_processes_share_a_store_and_a_start_writes_what_ended_ones_left(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    meters = [open_meter(path, MeterSettings(flush_s=10.0, max_pending=64)) for _ in range(3)]
+    for number, meter in enumerate(meters):
+        record(meter, row(number))
+        meter.open(head_of(row(number + 10)))
+    crashed(meters[1])
+    crashed(meters[2])
+    meters.append(open_meter(path))  # takes the second file, and finds the third
+    for meter in (meters[0], meters[3]):
+        meter.close()
+    found = read(path, "SELECT request_id, status FROM usage ORDER BY 1")
+    assert found == [("r0", 200), ("r1", 200), ("r11", 599), ("r12", 599), ("r2", 200)]
+    open_meter(path).close()  # r10 was open when its gateway stopped
+    assert ("r10", 599) in read(path, "SELECT request_id, status FROM usage")
 
 
 def test_damaged_slots_are_dropped_and_the_others_recovered(tmp_path: Path) -> None:
@@ -386,3 +406,40 @@ def test_only_the_owner_can_read_the_ledger(tmp_path: Path) -> None:
     modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
     meter.close()
     assert modes == dict.fromkeys(["usage.db", "usage.db-inflight", "usage.db-shm", "usage.db-wal"], "0o600")
+
+
+def test_a_ledger_of_the_first_version_is_migrated_with_its_sums(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    store = SqliteStore(path)
+    store.declare(Tables("usage", TABLES.migrations[:1]))
+    with store.transaction() as changes:
+        changes.execute("INSERT INTO prices VALUES (1, 5, 5, 5)")
+        for number in range(10):
+            values = (
+                f"r{number}",
+                50_000.0 * number,
+                "k",
+                "t",
+                "m",
+                None,
+                "w",
+                "chat",
+                200,
+                number,
+                0,
+                1,
+                None,
+                1.0,
+                0,
+                "",
+                1,
+            )
+            changes.execute(f"INSERT INTO usage VALUES ({', '.join('?' * 17)})", values)
+    store.close()
+    meter = open_meter(path)
+    record(meter, row(100, time_s=450_001.0, tenant="t", key_id="k", model="m"))
+    meter.close()
+    hours = "SELECT COUNT(*), SUM(requests), SUM(prompt_tokens) FROM usage_sums WHERE span_s = "
+    assert read(path, hours + "3600") == [(11, 11, 145)]
+    assert read(path, hours + "86400") == [(7, 11, 145)]
+    assert read(path, "SELECT hour_s FROM usage WHERE request_id = 'r9'") == [(450_000,)]

@@ -7,7 +7,9 @@ import csv
 import hashlib
 import io
 import random
+import secrets
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +27,9 @@ from stoker.gateway.records.meter import Meter
 from stoker.gateway.records.prices import PriceList, in_currency
 from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query, read_usage
 from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.store.location import StoreLocation
+from stoker.gateway.store.sqlite import SqliteStore
+from stoker.gateway.store.store import Store
 
 DAY = 86_400
 ADMIN = "the-admin-token-of-tests"
@@ -70,17 +75,23 @@ def make_rows(count: int = 500) -> list[UsageRow]:
 ROWS = make_rows()
 
 
-@pytest.fixture(scope="module")
-def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ledger") / "usage.db"
-    meter = Meter(path, MeterSettings(), PriceList(PRICES))
+@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+def ledger(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Store]:
+    folder = tmp_path_factory.mktemp("ledger")
+    if request.param == "postgres":
+        url = request.getfixturevalue("postgres_server").create_database(f"t{secrets.token_hex(6)}")
+    else:
+        url = str(folder / "usage.db")
+    store = StoreLocation(url, folder).open()
+    meter = Meter(store, folder / "inflight", MeterSettings(), PriceList(PRICES))
     for row in ROWS:
         record(meter, row)
     meter.close()
-    return path
+    yield store
+    store.close()
 
 
-def usage_of(path: Path | None, keys: ApiKeys | None = None) -> UsageEndpoint:
+def usage_of(store: Store | None, keys: ApiKeys | None = None) -> UsageEndpoint:
     if keys is None:
         keys = ApiKeys(
             [
@@ -88,15 +99,15 @@ def usage_of(path: Path | None, keys: ApiKeys | None = None) -> UsageEndpoint:
                 KeySettings("blue-0", hashlib.sha256(b"sk-blue").hexdigest(), tenant="blue"),
             ]
         )
-    return UsageEndpoint(path, keys, AdminToken(ADMIN), unix_time=lambda: 3.0 * DAY)
+    return UsageEndpoint(store, keys, AdminToken(ADMIN), unix_time=lambda: 3.0 * DAY)
 
 
-def ask(path: Path | None, query: str = "", key: str | None = ADMIN) -> Reply:
-    return asyncio.run(usage_of(path).answer(Asked(query, key)))
+def ask(store: Store | None, query: str = "", key: str | None = ADMIN) -> Reply:
+    return asyncio.run(usage_of(store).answer(Asked(query, key)))
 
 
-def ask_json(path: Path, query: str = "", key: str | None = ADMIN) -> Any:
-    return msgspec.json.decode(ask(path, query, key).body)
+def ask_json(store: Store, query: str = "", key: str | None = ADMIN) -> Any:
+    return msgspec.json.decode(ask(store, query, key).body)
 
 
 def cost_of(rows: list[UsageRow]) -> Decimal:
@@ -108,7 +119,7 @@ def cost_of(rows: list[UsageRow]) -> Decimal:
     return total / 1_000_000
 
 
-def test_the_total_is_the_sum_of_all_rows_to_the_last_token_and_cent(ledger: Path) -> None:
+def test_the_total_is_the_sum_of_all_rows_to_the_last_token_and_cent(ledger: Store) -> None:
     total = ask_json(ledger)["total"]
     assert total["requests"] == len(ROWS)
     assert total["prompt_tokens"] == sum(row.prompt_tokens for row in ROWS)
@@ -119,7 +130,7 @@ def test_the_total_is_the_sum_of_all_rows_to_the_last_token_and_cent(ledger: Pat
 
 
 @pytest.mark.parametrize("group_by", ["key", "tenant", "model", "session", "day", "hour", "tenant,model,day"])
-def test_every_grouping_adds_up_to_the_total(ledger: Path, group_by: str) -> None:
+def test_every_grouping_adds_up_to_the_total(ledger: Store, group_by: str) -> None:
     answer = ask_json(ledger, f"group_by={group_by}")
     assert answer["group_by"] == group_by.split(",")
     for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens"):
@@ -129,7 +140,7 @@ def test_every_grouping_adds_up_to_the_total(ledger: Path, group_by: str) -> Non
     assert len(set(groups)) == len(groups)
 
 
-def test_groups_hold_their_own_rows(ledger: Path) -> None:
+def test_groups_hold_their_own_rows(ledger: Store) -> None:
     answer = ask_json(ledger, "group_by=tenant,day")
     assert len(answer["data"]) == 6
     for line in answer["data"]:
@@ -147,12 +158,12 @@ def test_groups_hold_their_own_rows(ledger: Path) -> None:
         "start=1970-01-02T01:00:00+01:00&end=172800",
     ],
 )
-def test_time_ranges_are_from_and_until(ledger: Path, query: str) -> None:
+def test_time_ranges_are_from_and_until(ledger: Store, query: str) -> None:
     mine = [row for row in ROWS if DAY <= row.time_s < 2 * DAY]
     assert ask_json(ledger, query)["total"]["requests"] == len(mine)
 
 
-def test_a_key_sees_its_tenant_and_no_other(ledger: Path) -> None:
+def test_a_key_sees_its_tenant_and_no_other(ledger: Store) -> None:
     answer = ask_json(ledger, "group_by=tenant", key="sk-red")
     assert [line["tenant"] for line in answer["data"]] == ["red"]
     assert answer["total"]["requests"] == sum(row.tenant == "red" for row in ROWS)
@@ -164,12 +175,12 @@ def test_a_key_sees_its_tenant_and_no_other(ledger: Path) -> None:
         ask(ledger, key=None)
 
 
-def test_filters(ledger: Path) -> None:
+def test_filters(ledger: Store) -> None:
     mine = [row for row in ROWS if row.tenant == "blue" and row.model == "big" and row.session == "s1"]
     assert ask_json(ledger, "tenant=blue&model=big&session=s1")["total"]["requests"] == len(mine)
 
 
-def test_csv(ledger: Path) -> None:
+def test_csv(ledger: Store) -> None:
     reply = ask(ledger, "group_by=tenant,session&format=csv")
     assert reply.status == 200
     assert dict(reply.headers)[b"content-type"].startswith(b"text/csv")
@@ -199,14 +210,14 @@ def test_csv(ledger: Path) -> None:
         ("group_by=tenant;DROP", "group_by"),
     ],
 )
-def test_wrong_queries_name_their_field(ledger: Path, query: str, param: str) -> None:
+def test_wrong_queries_name_their_field(ledger: Store, query: str, param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         ask(ledger, query)
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])
-def test_pages_hold_every_group_once_and_the_whole_total(ledger: Path, limit: int) -> None:
+def test_pages_hold_every_group_once_and_the_whole_total(ledger: Store, limit: int) -> None:
     query = f"group_by=session,hour&limit={limit}"
     lines: list[Any] = []
     after = ""
@@ -227,14 +238,34 @@ def test_pages_hold_every_group_once_and_the_whole_total(ledger: Path, limit: in
     assert sum(line["requests"] for line in lines) == len(ROWS)
 
 
-def test_without_a_limit_a_page_has_a_hundred_lines(ledger: Path) -> None:
+def test_without_a_limit_a_page_has_a_hundred_lines(ledger: Store) -> None:
     page = ask_json(ledger, "group_by=session,hour")
     assert (len(page["data"]), page["has_more"]) == (100, True)
 
 
-def test_a_long_query_is_stopped(ledger: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group_by", ["", "hour", "day", "tenant,day", "session", "model,status,hour", "key,endpoint"])
+def test_sums_of_hours_and_days_agree_with_the_rows(ledger: Store, group_by: str) -> None:
+    """The time ranges begin and end inside hours and days; seed 11."""
+    rng = random.Random(11)
+    for _ in range(12):
+        start, end = sorted(rng.uniform(-0.2, 3.4) * DAY for _ in range(2))
+        if rng.random() < 0.3:
+            start, end = start // 3600 * 3600, end // DAY * DAY
+        query = f"start={start}&end={max(start, end)}&group_by={group_by}&limit=1000"
+        answer = ask_json(ledger, query)
+        mine = [row for row in ROWS if start <= row.time_s < end]
+        assert answer["total"]["requests"] == len(mine)
+        assert answer["total"]["completion_tokens"] == sum(row.completion_tokens for row in mine)
+        assert sum(line["requests"] for line in answer["data"]) == len(mine)
+
+
+def test_a_long_query_is_stopped(tmp_path: Path) -> None:
     path = tmp_path / "long.db"
-    path.write_bytes(ledger.read_bytes())
+    store = SqliteStore(path)
+    meter = Meter(store, tmp_path / "inflight", MeterSettings(), PriceList(PRICES))
+    for row in ROWS:
+        record(meter, row)
+    meter.close()
     with closing(sqlite3.connect(path)) as connection:
         names = [row[1] for row in connection.execute("PRAGMA table_info(usage)")]
         columns = ", ".join("request_id || '-' || n" if name == "request_id" else name for name in names)
@@ -242,13 +273,14 @@ def test_a_long_query_is_stopped(ledger: Path, tmp_path: Path) -> None:
         connection.execute(f"{more} INSERT INTO usage SELECT {columns} FROM usage, more")
         connection.commit()
     query = parse_query(b"group_by=session", 3.0 * DAY, None)
-    assert read_usage(path, query).total.requests == 21 * len(ROWS)
+    assert read_usage(store, query).total.requests == 21 * len(ROWS)
     with pytest.raises(InvalidRequest, match="shorter time range") as stopped:
-        read_usage(path, query, limit_s=0.0)
+        read_usage(store, query, limit_s=0.0)
     assert stopped.value.code == "query_too_long"
+    store.close()
 
 
-def test_a_tenant_runs_few_queries_at_a_time(ledger: Path) -> None:
+def test_a_tenant_runs_few_queries_at_a_time(ledger: Store) -> None:
     async def main() -> None:
         usage = usage_of(ledger)
         asked = [usage.answer(Asked("", key)) for key in ("sk-red", "sk-red", "sk-red", "sk-blue")]
@@ -260,13 +292,13 @@ def test_a_tenant_runs_few_queries_at_a_time(ledger: Path) -> None:
     asyncio.run(main())
 
 
-def test_only_the_admin_token_sees_workers(ledger: Path) -> None:
+def test_only_the_admin_token_sees_workers(ledger: Store) -> None:
     assert [line["worker"] for line in ask_json(ledger, "group_by=worker")["data"]] == ["w"]
     with pytest.raises(InvalidRequest, match="admin token"):
         ask(ledger, "group_by=worker", key="sk-red")
 
 
-def test_a_value_is_never_sql(ledger: Path) -> None:
+def test_a_value_is_never_sql(ledger: Store) -> None:
     assert ask_json(ledger, "tenant=x'%20OR%20'1'='1")["total"]["requests"] == 0
     assert ask_json(ledger)["total"]["requests"] == len(ROWS)
 
@@ -276,7 +308,7 @@ def test_without_a_ledger_usage_is_not_found() -> None:
         ask(None)
 
 
-def test_without_keys_the_one_tenant_sees_itself(ledger: Path) -> None:
+def test_without_keys_the_one_tenant_sees_itself(ledger: Store) -> None:
     usage = usage_of(ledger, ApiKeys([]))
     assert msgspec.json.decode(asyncio.run(usage.answer(Asked())).body)["total"]["requests"] == 0
 

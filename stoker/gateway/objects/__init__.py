@@ -1,0 +1,1 @@
+"""Objects that tenants keep in the store: responses, files and batches."""
