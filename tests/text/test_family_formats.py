@@ -143,12 +143,37 @@ def _weather_calls(name: str, written: str, seed: int) -> list[tuple[str, ...]]:
         ("]~b]ai\n<think>\n <minimax:tool_call>\n<invoke name=", "minimax_m2", "think"),
         ("<|im_middle|><think></think> <|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", "think"),
         ("<|header_start|>assistant<|header_end|> <|python_start|>", "llama4_json", None),
+        ("<|header_start|>system [func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
         ("<|start_header_id|>assistant<|end_header_id|> <|python_tag|>", "llama3_json", None),
     ],
 )
 def test_a_models_template_selects_its_formats(template: str, tools: str, reasoning: str | None) -> None:
     assert find_format(TOOL_PARSERS, template, ()) == tools
     assert find_format(REASONING_PARSERS, template, ()) == reasoning
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("[weather(city='Rome', days=3)]", {"city": "Rome", "days": 3}),
+        (
+            '[weather(city="a, b)]", places=["x", {"y": None}], unit=True)]',
+            {"city": "a, b)]", "places": ["x", {"y": None}], "unit": True},
+        ),
+        ("<|python_start|>[weather(days=-1)]<|python_end|>", {"days": -1}),
+        ("[weather(places=[true, null])]", {"places": [True, None]}),
+        ("[weather()]", {}),
+    ],
+)
+def test_python_literals_become_json(written: str, expected: Any) -> None:
+    for seed in range(10):
+        ((_, name, arguments),) = _weather_calls("llama4_pythonic", written, seed)
+        assert (name, json.loads(arguments)) == ("weather", expected)
+
+
+def test_a_list_that_is_not_a_call_is_text() -> None:
+    for text in ("[1, 2]", "[other(a=1)]", "[weather]", "See [weather(days=1)]"):
+        assert _weather_calls("llama4_pythonic", text, seed=3) == [("text", text)]
 
 
 def test_calls_of_llama4_may_be_between_marks() -> None:

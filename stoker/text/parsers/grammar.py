@@ -24,7 +24,11 @@ NO_OBJECT = (
     r"[ \t\r\n]*([^ \t\r\n{<]|<[^|<])"  # the start of a text that begins neither with an object nor with a mark `<|`
 )
 STRING = r'([^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*'  # the content of a JSON string
-OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING)
+NO_LIST = (
+    r"[ \t\r\n]*([^ \t\r\n\[<]|<[^|<])"  # the start of a text that begins neither with a list nor with a mark `<|`
+)
+IDENTIFIER = "[A-Za-z_][A-Za-z0-9_]*"
+OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING, NO_LIST, IDENTIFIER)
 INPUT_OPENING = '{"input": "'  # the text between the begin of a custom tool call and its input
 
 
