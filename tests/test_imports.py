@@ -57,7 +57,8 @@ TABLE = {
     "engine": Allowed("sched spec kv models checkpoint.weight_files layers kernels parallel", ENGINE_SIDE),
     # Only the engine process joins the engine with proto, msgspec and xgrammar; the engine itself runs without them.
     "engine.process": Allowed(
-        "engine kv models checkpoint.weight_files sched spec text proto parallel", f"{ENGINE_SIDE} msgspec xgrammar"
+        "engine kv models checkpoint.weight_files sched spec text proto parallel",
+        f"{ENGINE_SIDE} msgspec xgrammar llguidance",
     ),
     "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stoker.base.errors import ModelFilesError
+from stoker.checkpoint.weight_files import tokenizer_file
 from stoker.engine.cpu_weights import CpuWeights
 from stoker.engine.memory import ResolvedSettings
 from stoker.kv.blocks.layout import KvLayout
@@ -62,7 +63,7 @@ def kv_identity(
     The layout names the dtype of the KV. The model's own dtype is a part too: KV of the same layout has other values
     where the model computes in another dtype.
     """
-    tokenizer = folder / "tokenizer.json"
+    tokenizer = tokenizer_file(folder)
     vocabulary = hashlib.sha256(tokenizer.read_bytes() if tokenizer.exists() else b"")
     return KvIdentity(
         model=model_digest(folder, hf, seed),
