@@ -75,6 +75,7 @@ TABLE = {
     ),
     "gateway.admission": Allowed(f"{GATEWAY_BASE} fleet routing", "msgspec", light=True),
     "gateway.store": Allowed("", "psycopg", light=True),
+    "gateway.objects": Allowed(f"{GATEWAY_BASE} gateway.store gateway.admission proto", "msgspec", light=True),
     "gateway.records": Allowed(
         f"{GATEWAY_BASE} gateway.store gateway.admission fleet proto.openai",
         "msgspec opentelemetry prometheus_client",
@@ -84,8 +85,8 @@ TABLE = {
         f"{GATEWAY_BASE} gateway.prefix gateway.records.prices routing fleet proto", "msgspec", light=True
     ),
     "gateway.path": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.records gateway.doctor routing fleet proto"
-        " kv.blocks",
+        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"
+        " fleet proto kv.blocks",
         "msgspec",
         light=True,
     ),

@@ -34,8 +34,18 @@ SHAPES: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 # Models whose files have those of another architecture inside: its config.json in `text_config`, and its weights with a
-# prefix. transformers has only the inner one.
-NESTED = {"KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", "language_model.")}
+# prefix. transformers has only the inner one, or makes it without the rest of the model.
+NESTED = {
+    "KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", "language_model."),
+    "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", "language_model."),
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Return a config.json of a tiny model."""
+    architecture, changes = SHAPES[name]
+    config = {**SHAPE, **changes, "architectures": [architecture]}
+    return {"architectures": [architecture], "text_config": config} if architecture in NESTED else config
 
 
 def nest(folder: Path, architecture: str, prefix: str) -> None:

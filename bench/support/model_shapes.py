@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.support.hybrid_shapes import HYBRID, HYBRID_TITLES
+
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -144,6 +146,7 @@ def _quantized(config: dict[str, Any], kind: str) -> dict[str, Any]:
 SHAPES: dict[str, dict[str, Any]] = PLAIN | {
     f"{shape}-{kind}": _quantized(config, kind) for shape, config in PLAIN.items() for kind in QUANTIZED
 }
+SHAPES |= HYBRID
 # Only the experts are quantized, as in Kimi K2.
 SHAPES["qwen30a3b-experts-int4"] = {
     **QWEN_30B_A3B, "quantization_config": {**QUANTIZED["int4"], "ignore": ["lm_head", "re:.*self_attn.*"]}
@@ -159,6 +162,7 @@ TITLES = {
     "qwen32b": "Qwen3-32B",
     "qwen235b": "Qwen3-235B-A22B (16 of 94 layers)",
     "qwen480b": "Qwen3-Coder-480B-A35B (8 of 62 layers)",
+    **HYBRID_TITLES,
 }
 # The shapes on which Stoker is compared with its competitors. They were chosen before the first measurement: from 1B to
 # 70B, dense and MoE, bf16 and fp8, and none of the two that the kernels were tuned on first (llama8b, qwen30a3b).

@@ -32,7 +32,9 @@ from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.gauges import add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
+from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
+from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
@@ -54,6 +56,7 @@ from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
+from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.store.watched import WatchedStore
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
@@ -83,6 +86,8 @@ class GatewayServer:
     proxy: Proxy
     key_makers: PrefixKeyMakers
     store: WatchedStore | None
+    gateway: Gateway
+    objects: TenantObjects | NoObjects
     meter: Meter | NoMeter
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
@@ -108,6 +113,7 @@ class GatewayServer:
         for spec in self.config.worker_specs():
             self.membership.add(spec)
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
+        self.objects.open(self.gateway.generate)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
 
     def begin_drain(self) -> None:
@@ -119,6 +125,7 @@ class GatewayServer:
     async def close(self) -> None:
         """Stop now. Running requests are aborted; pending usage rows and trace spans are written."""
         await self.server.close(_CLOSE_GRACE_S)
+        await self.objects.close()
         await self.membership.close()
         await self.proxy.close()
         self.key_makers.close()
@@ -170,6 +177,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     membership = Membership(fleet, load_book, watchers, upstreams, clock)
     location = config.store_location
     store = None if location is None else location.open()
+    threads = None if store is None else StoreThreads(store)
     meter = _meter(config, location, store)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
@@ -177,6 +185,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
+    objects = _objects(config, threads, keys, partial(requested_model, fleet=fleet, aliases=aliases))
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -210,6 +219,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             ),
             doctor=doctor,
             misses=misses,
+            objects=objects,
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             store_works=lambda: store is None or store.trouble is None,
@@ -233,7 +243,20 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     if store is not None:
         add_store_gauges(metrics, store)
     return GatewayServer(
-        config, server, state, fleet, membership, proxy, key_makers, store, meter, request_log, tracing, tls
+        config,
+        server,
+        state,
+        fleet,
+        membership,
+        proxy,
+        key_makers,
+        store,
+        gateway,
+        objects,
+        meter,
+        request_log,
+        tracing,
+        tls,
     )
 
 
@@ -246,6 +269,15 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     """Return the smallest context length among the Stoker workers of a model; other engines do not report it here."""
     infos = [watchers.info(member.worker_id) for member in fleet.models().get(model, [])]
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
+
+
+def _objects(
+    config: GatewayConfig, threads: StoreThreads | None, keys: ApiKeys, model_of: Callable[[str | None], str]
+) -> TenantObjects | NoObjects:
+    if threads is None:
+        return NoObjects()
+    max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
+    return TenantObjects(threads, keys, config.responses, max_body_bytes=max_body_bytes, model_of=model_of)
 
 
 def _meter(config: GatewayConfig, location: StoreLocation | None, store: Store | None) -> Meter | NoMeter:

@@ -300,6 +300,37 @@ class MeterSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponsesSettings:
+    """Stored responses of the Responses API. They need a store."""
+
+    store_default: bool = setting(True, "Whether a response is stored if its request does not say so, as OpenAI does.")
+    retention_s: float = setting(
+        30 * 86_400.0,
+        "How long a response is kept. Continuing a conversation keeps all of its responses.",
+        unit="s",
+        gt=0,
+    )
+    max_mib: float = setting(16.0, "Maximum size of one stored response with its input.", unit="MiB", gt=0)
+    max_tenant_mib: float = setting(
+        1024.0, "Maximum size of a tenant's responses, compressed. The oldest make room.", unit="MiB", gt=0
+    )
+    max_turns: int = setting(1000, "Maximum turns of a conversation that previous_response_id continues.", ge=1)
+    max_background: int = setting(64, "Maximum background responses of a tenant that have not ended.", ge=1)
+    background_s: float = setting(
+        3600.0, "Maximum time that a background response waits for a worker. It fails then.", unit="s", gt=0
+    )
+    lease_s: float = setting(
+        15.0,
+        "A gateway that does not renew its lease on a background response or a batch for this long counts as dead.",
+        unit="s",
+        ge=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "responses")
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """OpenTelemetry traces."""
 
@@ -400,6 +431,7 @@ class GatewayConfig:
     health: HealthSettings = field(default_factory=HealthSettings)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     meter: MeterSettings = field(default_factory=MeterSettings)
+    responses: ResponsesSettings = field(default_factory=ResponsesSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()

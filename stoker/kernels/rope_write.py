@@ -7,6 +7,7 @@ cos, sin [tokens, head_dim]: the tables' rows of the tokens' positions; None whe
 positions [tokens], -1 is padding: a query of zeros, no KV
 pages: the layer's (kv_pages.py); slots [tokens * kv_heads]: where K goes, counted from the first token of the layer's first page
 norms: the weights of q's and k's norm [head_dim], and its epsilon; None where the model has none
+temperature: of q; None where the layer has none
 
 The returned k and v are rounded to what the cache holds, so that attention sees the same values whether it reads them
 from the cache or not.
@@ -42,6 +43,18 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Later tokens attend more sharply: q is multiplied by 1 + scale * log(1 + (position + 1) // floor)."""
+
+    scale: float
+    floor: int
+
+    def of(self, positions: Tensor) -> Tensor:
+        """Return the factors, in float64: rounded to another dtype, they do not depend on a token's place."""
+        return ((positions + 1) // self.floor).double().log1p() * self.scale + 1
+
+
 def rope_write_ref(
     heads: Tensor,
     cos: Tensor | None,
@@ -51,6 +64,7 @@ def rope_write_ref(
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
+    temperature: Temperature | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads = heads.shape[1] - 2 * num_kv_heads
     turned, value = heads.split([num_heads + num_kv_heads, num_kv_heads], 1)
@@ -60,15 +74,17 @@ def rope_write_ref(
     if cos is not None and sin is not None:
         turned = rope(turned, cos, sin)
     query, key = turned.split([num_heads, num_kv_heads], 1)
+    if temperature is not None:
+        query = query * temperature.of(positions).to(query.dtype)[:, None, None]
     return query, kv_write(key, pages, slots), kv_write(value, pages[num_kv_heads:], slots)
 
 
 @triton.jit
 def _rope_write(
-    heads, cos, sin, positions, pages, slots, query, query_norm, key_norm, eps,
+    heads, cos, sin, positions, pages, slots, query, query_norm, key_norm, eps, sharpness,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
     LARGEST: tl.constexpr, INT8: tl.constexpr, ROUNDS: tl.constexpr, NORM: tl.constexpr, TURNS: tl.constexpr,
-    AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    FLOOR: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -76,7 +92,8 @@ def _rope_write(
     column = tl.arange(0, DIM // 2)
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     out = query + (token * HEADS + head)[:, None] * DIM + column[None, :]
-    if tl.load(positions + token) < 0:
+    position = tl.load(positions + token)
+    if position < 0:
         nothing = tl.zeros([AT_ONCE, DIM // 2], query.dtype.element_ty)
         tl.store(out, nothing, mask=is_query[:, None])
         tl.store(out + DIM // 2, nothing, mask=is_query[:, None])
@@ -99,6 +116,10 @@ def _rope_write(
         turn_cos = tl.load(cos + token * DIM + column).to(tl.float32)[None, :]
         turn_sin = tl.load(sin + token * DIM + DIM // 2 + column).to(tl.float32)[None, :]
         left, right = left * turn_cos - right * turn_sin, right * turn_cos + left * turn_sin
+    if FLOOR > 0:  # a temperature
+        factor = 1.0 + sharpness * tl.log(1.0 + ((position + 1) // FLOOR).to(tl.float32))
+        left = tl.where(is_query[:, None], left * factor, left)
+        right = tl.where(is_query[:, None], right * factor, right)
     left = tl.where(is_value[:, None], low, left).to(query.dtype.element_ty)
     right = tl.where(is_value[:, None], high, right).to(query.dtype.element_ty)
     tl.store(out, left, mask=is_query[:, None])
@@ -142,6 +163,7 @@ def rope_write_triton(
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
+    temperature: Temperature | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel. `heads` is reused: k and v stay there, k rotated, both rounded."""
     assert heads.is_contiguous()
@@ -151,10 +173,12 @@ def rope_write_triton(
     _rope_write[(num_tokens, cdiv(all_heads, _HEADS_AT_ONCE))](
         heads, heads if cos is None else cos, heads if sin is None else sin, positions, kernel_pages(pages), slots, query,
         norms.query if norms else heads, norms.key if norms else heads, norms.eps if norms else 0.0,
+        temperature.scale if temperature else 0.0,
         HEADS=all_heads - 2 * num_kv_heads, KV_HEADS=num_kv_heads, DIM=head_dim,
         BLOCK_TOKENS=page_tokens(pages, head_dim), PAGE=pages.shape[1],
         LARGEST=LARGEST_CODE.get(pages.dtype, 0.0), INT8=pages.dtype == torch.int8, ROUNDS=pages.dtype != heads.dtype,
-        NORM=norms is not None, TURNS=cos is not None, AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
+        NORM=norms is not None, TURNS=cos is not None, FLOOR=temperature.floor if temperature else 0,
+        AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return query, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
@@ -169,6 +193,7 @@ def rope_write(
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
+    temperature: Temperature | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = rope_write_triton if use_triton(heads) and is_power_of_2(heads.shape[-1]) else rope_write_ref
-    return run(heads, cos, sin, positions, pages, slots, num_kv_heads, norms)
+    return run(heads, cos, sin, positions, pages, slots, num_kv_heads, norms, temperature)

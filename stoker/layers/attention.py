@@ -13,6 +13,7 @@ from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.dispatch import is_power_of_2
 from stoker.kernels.rope_write import HeadNorms, rope_write
+from stoker.kernels.rope_write import Temperature as Temperature
 from stoker.layers.batch import GroupInputs
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
@@ -27,14 +28,6 @@ class QkNorm(Enum):
     HEADS = "each head, with one weight for all heads"
     BARE_HEADS = "each head, without weights"
     ALL = "all heads of a token together"
-
-
-@dataclass(frozen=True, slots=True)
-class Temperature:
-    """Later tokens attend more sharply: q is multiplied by 1 + scale * log(1 + (position + 1) // floor)."""
-
-    scale: float
-    floor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +136,9 @@ class Attention(nn.Module):
             for norm, part in ((self.q_norm, slice(self._q_size)), (self.k_norm, slice(self._q_size, -self._kv_size))):
                 qkv[:, part] = norm(qkv[:, part])
         heads = qkv.view(len(qkv), -1, self.head_dim)
-        if self._temperature is not None:
-            heads[:, : self.num_heads] *= self._sharpness(positions, heads.dtype)[:, None, None]
         pages, norms = where.kv.pages(layer), self.head_norms
         cos_or_none, sin_or_none = (cos, sin) if self._rotates else (None, None)
         where_to = (positions, pages, where.slots, self.num_kv_heads)
-        parts = rope_write(heads, cos_or_none, sin_or_none, *where_to, norms)
+        parts = rope_write(heads, cos_or_none, sin_or_none, *where_to, norms, self._temperature)
         attended = paged_attention(*parts, pages, where.spans, self.head_dim**-0.5, self.sinks)
         return self.out.add_to(total, attended.view(len(total), -1))
-
-    def _sharpness(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the factor of each token's query. In float64, so that rounding does not depend on a token's place."""
-        assert self._temperature is not None
-        steps = ((positions + 1) // self._temperature.floor).double()
-        return (steps.log1p() * self._temperature.scale + 1).to(dtype)

@@ -10,7 +10,7 @@ from stoker.base.errors import ModelFilesError
 from stoker.layers.attention import AttentionConfig
 from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.mlp import MlpConfig
-from stoker.layers.moe import MoeConfig
+from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
 from stoker.layers.quant import PLAIN, Grouped, Int4, Stored
 from stoker.layers.rope import RopeConfig, yarn_scale
 from stoker.models.family import ModelShape, Rule, field
@@ -72,6 +72,39 @@ def read_attention(hf: Mapping[str, Any], *, qk_norm: bool, rotated: int | None 
 
 def read_mlp(hf: Mapping[str, Any]) -> MlpConfig:
     return MlpConfig(field(hf, "intermediate_size", int), field(hf, "mlp_bias", bool, False))
+
+
+def read_count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """Return a field that may be 0."""
+    return 0 if hf.get(name) == 0 else int(field(hf, name, int, default)) if hf.get(name) is not None else default
+
+
+def read_sigmoid_routing(hf: Mapping[str, Any], num_experts: int) -> Routing:
+    """Return the routing with sigmoid scores and a correction, perhaps within groups."""
+    top_k = field(hf, "num_experts_per_tok", int)
+    num_groups, top_groups = field(hf, "n_group", int, 1), field(hf, "topk_group", int, 1)
+    if not 0 < top_k <= num_experts:
+        raise ModelFilesError(f"config.json: num_experts_per_tok is {top_k}, of {num_experts} experts")
+    if num_experts % num_groups or not 0 < top_groups <= num_groups <= MAX_GROUPS:
+        raise ModelFilesError(
+            f"config.json: n_group is {num_groups} and topk_group {top_groups}, of {num_experts} experts: they must be equal "
+            f"groups, at most {MAX_GROUPS}"
+        )
+    each = num_experts // num_groups
+    if num_groups > 1 and (each < 2 or top_k > top_groups * each):
+        raise ModelFilesError(
+            f"config.json: {top_groups} groups of {each} experts (topk_group, n_group) are too few for num_experts_per_tok "
+            f"{top_k}; a group has at least 2"
+        )
+    return Routing(
+        top_k,
+        "sigmoid",
+        renormalises=field(hf, "norm_topk_prob", bool, True),
+        scaling=field(hf, "routed_scaling_factor", float, 1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        correction=True,
+    )
 
 
 def model_shape(config: DecoderConfig, attention: AttentionConfig) -> ModelShape:

@@ -12,9 +12,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.proto.handoff import KvTransferParams
 from stoker.proto.internal_http import RESPONSES_PATH
 from stoker.proto.openai.errors import HttpError
-from stoker.proto.openai.fields import ResponseFormat
-from stoker.proto.openai.responses import ReasoningConfig, ResponseEvent, ResponseObject, ResponsesRequest, TextConfig
-from stoker.proto.openai.tools import CLIENT_TOOLS
+from stoker.proto.openai.responses import ResponseEvent, ResponseObject, ResponsesRequest
 from stoker.proto.sse import encode_event
 from stoker.text.conversation import responses_conversation
 from stoker.text.response_tools import responses_tools
@@ -75,7 +73,7 @@ async def prepare_response(setup: AnswerSetup, body: ResponsesRequest) -> Respon
     prepared = await prepare_conversation(
         setup, body, options, tools.plan, lambda constrained: responses_conversation(body, tools.plan, constrained)
     )
-    response = _response_object(setup, body, prepared.ids.make("resp_"))
+    response = ResponseObject.of(body, prepared.ids.make("resp_"), setup.created, setup.model)
     encodes_reasoning = "reasoning.encrypted_content" in (body.include or ())
     writer = ResponseWriter(
         response, context.text.tokenizer.token_bytes, prepared.ids, tools.by_name, encodes_reasoning=encodes_reasoning
@@ -101,28 +99,6 @@ def refuse_unsupported(body: ResponsesRequest) -> None:
             )
     if body.background:
         raise InvalidRequest(f"Unsupported value: 'background': {stateless}.", param="background")
-
-
-def _response_object(setup: AnswerSetup, body: ResponsesRequest, answer_id: str) -> ResponseObject:
-    return ResponseObject(
-        id=answer_id,
-        created_at=setup.created,
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        max_tool_calls=body.max_tool_calls,
-        model=setup.model,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning=body.reasoning or ReasoningConfig(),
-        temperature=1.0 if body.temperature is None else body.temperature,
-        text=TextConfig(format=(body.text and body.text.format) or ResponseFormat(type="text")),
-        tool_choice=body.tool_choice or "auto",
-        tools=[tool for tool in body.tools or () if tool.type in CLIENT_TOOLS],
-        top_logprobs=body.top_logprobs or 0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        truncation=body.truncation or "disabled",
-        user=body.user,
-        metadata=body.metadata or {},
-    )
 
 
 class ResponseCollector:

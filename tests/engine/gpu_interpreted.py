@@ -81,8 +81,8 @@ class AllCaptured(NothingCaptured):
 class DenseLengths(DensePlans):
     """Takes prompts of 8 or 16 tokens out of the paged attention."""
 
-    def __init__(self, like: Tensor, shapes: list[tuple[int, int, int]]) -> None:
-        super().__init__(like, shapes)
+    def __init__(self, like: Tensor, shapes: list[tuple[int, int, int]], most_dense: int | None) -> None:
+        super().__init__(like, shapes, most_dense)
         self.lengths = [8, 16]
 
 

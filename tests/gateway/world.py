@@ -28,6 +28,7 @@ from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
+from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
@@ -173,6 +174,7 @@ class World:
                 ),
                 doctor=doctor,
                 misses=self.misses,
+                objects=NoObjects(),
                 hidden_tokens=1000,
                 max_model_tokens=self.max_model_tokens.get,
                 clock=clock,

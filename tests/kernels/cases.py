@@ -19,7 +19,7 @@ from stoker.kernels.norm import rms_norm_ref, rms_norm_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
 from stoker.kernels.pieces import FIELDS, Ints
 from stoker.kernels.reach import FULL, Reach
-from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
+from stoker.kernels.rope_write import HeadNorms, Temperature, rope_write_ref, rope_write_triton
 from stoker.kernels.row_tokens import (
     MODEL,
     MODEL_DRAFTS,
@@ -92,11 +92,15 @@ def rope(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    turns: bool = True,
+    temperature: Temperature | None = None,
 ) -> None:
     block_tokens, num_blocks = 16, num_tokens + 1
     heads = torch.randn(num_tokens, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
     half = torch.rand(num_tokens, dim // 2, device=device) * 6
     cos, sin = torch.cat([half.cos(), half.cos()], 1), torch.cat([-half.sin(), half.sin()], 1)
+    if not turns:
+        cos = sin = None
     positions = torch.randint(0, 1000, (num_tokens,), device=device)
     positions[num_tokens // 2] = -1
     # Any block, any slot in it, no two the same.
@@ -114,17 +118,18 @@ def rope(
     wide = poison.double()
     expected = rope_write_ref(
         heads[real].double(),
-        cos[real].double(),
-        sin[real].double(),
+        None if cos is None else cos[real].double(),
+        None if sin is None else sin[real].double(),
         positions[real],
         wide,
         slots.view(num_tokens, -1)[real].flatten(),
         kv_heads,
         wide_norms,
+        temperature,
     )
     pages = new_pages(poison.to(dtype), dim, kv_dtype or dtype)
     empty = pages.clone()
-    found = rope_write_triton(heads.clone(), cos, sin, positions, pages, slots, kv_heads, norms)
+    found = rope_write_triton(heads.clone(), cos, sin, positions, pages, slots, kv_heads, norms, temperature)
     if real.any():
         for part, expected_part, is_rounded in zip(found, expected, (False, True, True), strict=True):
             if not (is_rounded and kv_dtype):

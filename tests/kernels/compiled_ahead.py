@@ -43,10 +43,7 @@ def stand_in(config: dict[str, Any]) -> GpuSteps:
 
 
 LARGE = {name: {**config, "num_hidden_layers": 2} for name, config in SHAPES.items()}
-CONFIGS = LARGE | {
-    name: {**tiny.SHAPE, **changes, "architectures": [architecture]}
-    for name, (architecture, changes) in tiny.SHAPES.items()
-}
+CONFIGS = LARGE | {name: tiny.config_of(name) for name in tiny.SHAPES}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -74,6 +71,16 @@ def test_a_draft_model_is_planned_and_its_kernels_compile(tmp_path: Path, monkey
     assert set(quick) == set(small)
     install(KernelCache(tmp_path / "cache", [], lambda what, where, why: None))
     assert compile_all(list(quick.values()), 2, lambda kernel: None) == []
+
+
+@pytest.mark.parametrize("name", ["gptoss120b", "scout"])
+def test_the_kernels_of_local_layers_compile(name: str, tmp_path: Path) -> None:
+    launches = find_launches(stand_in({**SHAPES[name], "num_hidden_layers": 4}), with_rest=False)
+    local = [one for one in launches if one.options.get("WINDOW") or one.options.get("CHUNK")]
+    by_name = {launch.kernel.__name__: launch for launch in local}
+    assert set(by_name) == {"_attend_single", "_attend_tile", "join_tiles"}
+    install(KernelCache(tmp_path, [], lambda what, where, why: None))
+    assert compile_all(list(by_name.values()), 2, lambda kernel: None) == []
 
 
 def quick_launches() -> list[KernelLaunch]:

@@ -11,6 +11,7 @@ from kernels import cases
 
 from stoker.kernels import sample_rows
 from stoker.kernels.reach import FULL, Reach
+from stoker.kernels.rope_write import Temperature
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
@@ -39,6 +40,12 @@ def test_skinny(num_rows, num_in, num_out):
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_rope_write(num_tokens, num_heads, kv_heads, dim, has_norm):
     cases.rope(num_tokens, num_heads, kv_heads, dim, has_norm, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads_that_are_not_rotated(has_norm):
+    cases.rope(9, 6, 2, 32, has_norm, CPU, torch.float32, None, False)
+    cases.rope(9, 6, 2, 32, has_norm, CPU, torch.float32, None, has_norm, Temperature(0.4, 100))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.float16])

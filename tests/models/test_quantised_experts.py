@@ -101,7 +101,7 @@ def test_a_weight_is_held_once_and_counted_whole(
     monkeypatch: pytest.MonkeyPatch, stored: Stored, num_bytes: tuple[int, int]
 ) -> None:
     """As on a GPU that has the kernels: the kernels use the parameters themselves, in place."""
-    monkeypatch.setattr(quant, "_has_kernels", lambda x, dtype: True)
+    monkeypatch.setattr(quant, "has_kernels", lambda x, dtype: True)
     layer = MoeMlp(256, MoeConfig(3, 128, Routing(2, renormalises=True)), stored, stored)
     loaded = next(layer.gate_up.parameters()).data_ptr()
     with torch.no_grad():

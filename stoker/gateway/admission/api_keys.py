@@ -88,6 +88,12 @@ class ApiKeys:
             self._by_digest[digest] = (digest, caller)
         self._anonymous = None if keys else Caller(ANONYMOUS, DEFAULT_TENANT, known=False)
 
+    def caller(self, key_id: str) -> Caller | None:
+        """Return the caller of a key by its name, for work that outlives its request. None if the key is gone."""
+        if self._anonymous is not None:
+            return self._anonymous if key_id == ANONYMOUS else None
+        return next((caller for _, caller in self._by_digest.values() if caller.key_id == key_id), None)
+
     def authenticate(self, request: HasHeaders) -> Caller:
         if self._anonymous is not None:
             return self._anonymous

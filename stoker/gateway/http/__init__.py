@@ -18,6 +18,7 @@ from stoker.gateway.http.errors import (
 )
 from stoker.gateway.http.gate import BodyGrant, HeadRefusal, RequestGate
 from stoker.gateway.http.head import HeaderFilter, Headers, RequestHead, end_to_end, header_block
+from stoker.gateway.http.internal_request import AnswerSink, InternalRequest, internal_head
 from stoker.gateway.http.limits import ClientLimits, ServerLimits
 from stoker.gateway.http.open_connections import network_of
 from stoker.gateway.http.origin import Origin
@@ -27,6 +28,7 @@ from stoker.gateway.http.worker_response import WorkerResponse
 
 __all__ = [
     "PUBLIC",
+    "AnswerSink",
     "BadMessage",
     "BodyGrant",
     "ClientLimits",
@@ -36,6 +38,7 @@ __all__ = [
     "HeaderFilter",
     "Headers",
     "HttpRequest",
+    "InternalRequest",
     "NoSocketLeft",
     "Origin",
     "RequestGate",
@@ -51,5 +54,6 @@ __all__ = [
     "end_to_end",
     "error_body",
     "header_block",
+    "internal_head",
     "network_of",
 ]

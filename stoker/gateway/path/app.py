@@ -32,6 +32,8 @@ from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.objects.response_runs import Generate
+from stoker.gateway.objects.tenant_objects import OBJECT_PREFIXES
 from stoker.gateway.path.billing import billed_usage
 from stoker.gateway.path.cache_report import miss_parts
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
@@ -57,6 +59,7 @@ from stoker.routing.query import RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
+_RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
 _YES = frozenset({b"1", b"true", b"yes"})
 
@@ -92,6 +95,14 @@ class MissRecorder(Protocol):
     ) -> None: ...
 
 
+class StoredObjects(Protocol):
+    """What tenants keep in the store: responses, files and batches, or nothing."""
+
+    async def create_response(self, request: HttpRequest, generate: Generate) -> None: ...
+
+    async def answer(self, request: HttpRequest) -> Reply | None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
     """The components that a gateway is built from. `build.py` creates them."""
@@ -115,6 +126,7 @@ class GatewayParts:
     embeddings: Endpoint
     doctor: CacheDoctor
     misses: MissRecorder
+    objects: StoredObjects
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     store_works: Callable[[], bool] = lambda: True
@@ -136,9 +148,11 @@ class Gateway:
         if self._parts.cors:
             request.more_headers = cors_headers(self._parts.cors, request.head)
         kind = _GENERATING.get(request.path)
-        if kind is not None and request.method == b"POST":
-            return self._generate(request, kind)
-        return self._reply(request)
+        if kind is None or request.method != b"POST":
+            return self._reply(request)
+        if kind is _RESPONSES:
+            return self._create_response(request)
+        return self.generate(request, kind)
 
     def count_bad_request(self, peer: str, reason: str) -> None:
         """Count and log bytes that the HTTP server refused because they are not a valid request."""
@@ -147,7 +161,20 @@ class Gateway:
 
     # ---- generating requests
 
-    async def _generate(self, request: HttpRequest, kind: EndpointKind) -> None:
+    async def _create_response(self, request: HttpRequest) -> None:
+        """Run a request of the Responses API, which may have state."""
+        try:
+            await self._parts.objects.create_response(request, self.generate)
+        except Exception as error:
+            reply = self._reply_to(error, request)
+            if not request.started:
+                request.respond(reply.status, reply.headers, reply.body)
+            elif not request.finished:
+                request.write(error_event(error, _RESPONSES))
+                request.finish()
+
+    async def generate(self, request: HttpRequest, kind: EndpointKind) -> None:
+        """Run a generating request to its end. Errors become its response."""
         parts, header = self._parts, request.head.by_name.get
         row_id = self._ids.new()
         request_id = given_request_id(header(b"x-request-id")) or row_id.encode()
@@ -293,9 +320,13 @@ class Gateway:
             reply = await self._other(request)
         except Exception as error:
             reply = shaped_for(request.path, self._reply_to(error, request))
-        request.respond(reply.status, reply.headers, reply.body)
+        if reply is not None and not request.started:
+            request.respond(reply.status, reply.headers, reply.body)
+        elif not request.finished:
+            request.abort()  # a stream that failed, so that the client sees an incomplete response
 
-    async def _other(self, request: HttpRequest) -> Reply:
+    async def _other(self, request: HttpRequest) -> Reply | None:
+        """Return the reply to any other request. None: it was sent as a stream."""
         path, parts = request.path, self._parts
         if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
             return preflight
@@ -315,6 +346,8 @@ class Gateway:
             return await parts.tokenize.answer(request)
         if path in EMBEDDINGS_PATHS:
             return await parts.embeddings.answer(request)
+        if path.startswith(OBJECT_PREFIXES):
+            return await parts.objects.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)
             return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))

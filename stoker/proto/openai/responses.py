@@ -74,7 +74,7 @@ class ResponsesRequest(GenerationFields, kw_only=True):
         return [tool.type for tool in self.tools or () if tool.type not in CLIENT_TOOLS]
 
 
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponsePart(msgspec.Struct, kw_only=True):
@@ -151,7 +151,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     model: str
     output: list[ResponseItem] = []
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: ReasoningConfig
     service_tier: str = "default"
     store: bool = False
@@ -166,6 +166,30 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: Any = None
     metadata: Any = None
     kv_transfer_params: KvTransferParams | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, body: ResponsesRequest, response_id: str, created_s: int, model: str) -> ResponseObject:
+        """Return the response to `body` before anything is generated."""
+        return cls(
+            id=response_id,
+            created_at=created_s,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
+            model=model,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning=body.reasoning or ReasoningConfig(),
+            service_tier="flex" if body.service_tier == "flex" else "default",
+            temperature=1.0 if body.temperature is None else body.temperature,
+            text=TextConfig(format=(body.text and body.text.format) or ResponseFormat(type="text")),
+            tool_choice=body.tool_choice or "auto",
+            tools=[tool for tool in body.tools or () if tool.type in CLIENT_TOOLS],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            truncation=body.truncation or "disabled",
+            user=body.user,
+            metadata=body.metadata or {},
+        )
 
 
 class InputTokenCount(msgspec.Struct, kw_only=True):

@@ -1,0 +1,57 @@
+"""Lists in pages, as OpenAI's API has them: `limit`, `after` and `order`, and an object of the type `list`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+from stoker.base.errors import InvalidRequest
+
+_MAX_LIMIT = 100
+_DEFAULT_LIMIT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """Which part of a list a client wants."""
+
+    limit: int
+    after: str | None
+    is_ascending: bool
+
+
+def page_of(query: bytes, *, default_order: str = "desc", max_limit: int = _MAX_LIMIT) -> ListPage:
+    """Parse the query string of a list."""
+    given = parse_qs(query.decode("ascii"))
+    limit = given.get("limit", [str(min(_DEFAULT_LIMIT, max_limit))])[-1]
+    order = given.get("order", [default_order])[-1]
+    if not limit.isdigit() or not 1 <= int(limit) <= max_limit:
+        raise InvalidRequest(
+            f"Invalid value for 'limit': {limit[:40]!r}. Expected a number from 1 to {max_limit}.", param="limit"
+        )
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"Invalid value for 'order': {order[:40]!r}. Expected 'asc' or 'desc'.", param="order")
+    return ListPage(int(limit), given.get("after", [None])[-1], order == "asc")
+
+
+def paged(items: Sequence[dict[str, Any]], page: ListPage) -> dict[str, Any]:
+    """Return one page of `items`, which are in ascending order and have an id."""
+    ordered = list(items) if page.is_ascending else list(reversed(items))
+    if page.after is not None:
+        places = [i for i, item in enumerate(ordered) if item["id"] == page.after]
+        if not places:
+            raise InvalidRequest(f"Invalid value for 'after': no item has the id {page.after[:80]!r}.", param="after")
+        ordered = ordered[places[0] + 1 :]
+    return list_object(ordered[: page.limit], has_more=len(ordered) > page.limit)
+
+
+def list_object(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": list(items),
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": has_more,
+    }

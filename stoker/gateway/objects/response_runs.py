@@ -1,0 +1,295 @@
+"""Runs stored responses: those that a client waits for, and those in the background, which outlive it.
+
+A background response belongs to one gateway, under a lease. Its events are stored before any client sees them, so every gateway
+can continue the stream. If the gateway dies, another one takes over:
+
+- A response that was not streamed runs again from its beginning.
+- A streamed one, of which events are stored, ends as failed: a second run might continue it differently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from stoker.base.errors import StokerError
+from stoker.base.log import EventLog
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
+from stoker.gateway.api.client_body import EndpointKind, fields
+from stoker.gateway.config import ResponsesSettings
+from stoker.gateway.http import Headers, HttpRequest, InternalRequest, RequestHead, internal_head
+from stoker.gateway.objects import response_table as table
+from stoker.gateway.objects.response_events import EditedStream, ResponseEdits, error_of, event_number, response_event
+from stoker.gateway.objects.response_table import StoredResponse
+from stoker.gateway.store.store import Transaction
+from stoker.gateway.store.store_threads import StoreThreads
+from stoker.proto.internal_http import RESPONSES_PATH
+
+Generate = Callable[[HttpRequest, EndpointKind], Awaitable[None]]
+
+_FLUSH_S = 0.05
+_RETRIED = frozenset({429, 503})  # the fleet is busy: a background response waits
+_RETRY_S = (0.5, 30.0)  # the least and the longest wait
+_MAX_ATTEMPTS = 3
+_EXPIRED_S = 1.0  # the end of a lease that was given up
+_TAKE_OVER = 16  # responses at a time
+_LOST = b'{"code":"server_error","message":"The gateway that ran this response has stopped."}'
+
+log = EventLog("responses")
+
+
+class BackgroundSink:
+    """Collects the answer to a background response."""
+
+    paused = False
+
+    def __init__(self, edits: ResponseEdits, max_bytes: int) -> None:
+        self.stream = EditedStream(edits)
+        self.events: list[bytes] = []  # not stored yet
+        self.refusal: tuple[int, bytes, float] | None = None  # status, body and Retry-After of an error
+        self.failure: dict[str, Any] | None = None  # the error that ended the stream
+        self.is_done = False
+        self.on_too_large: Callable[[], object] = lambda: None
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        pairs = [] if isinstance(headers, bytes) else headers
+        retry_after = next((value for name, value in pairs if name == b"retry-after"), b"0")
+        self.refusal = status, body, float(retry_after) if retry_after.isdigit() else 0.0
+
+    def start(self, status: int, headers: Headers) -> None: ...
+
+    def write(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
+            self.failure = {"code": "server_error", "message": "The response is larger than the gateway stores."}
+            self.on_too_large()
+            return
+        for event in self.stream.push(data):
+            if (error := error_of(event)) is None:
+                self.events.append(event)
+            else:
+                message = msgspec.json.decode(error["message"]) if "message" in error else "The worker failed."
+                self.failure = {"code": "server_error", "message": message}
+
+    def finish(self) -> None: ...
+
+
+class ResponseRuns:
+    """The background responses of this gateway."""
+
+    def __init__(
+        self,
+        store: StoreThreads,
+        keys: ApiKeys,
+        settings: ResponsesSettings,
+        owner: str,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._settings = settings
+        self.owner = owner
+        self._unix_time = unix_time
+        self._generate: Generate | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, InternalRequest] = {}
+        self._changed: dict[str, asyncio.Event] = {}  # set when something of a response was stored
+        self._keeper: asyncio.Task[None] | None = None
+
+    def open(self, generate: Generate) -> None:
+        """Begin to keep leases, and to take over responses of gateways that died."""
+        self._generate = generate
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_leases())
+
+    async def close(self) -> None:
+        """Stop. Other gateways may take over at once what runs here."""
+        tasks = [task for task in (self._keeper, *self._tasks.values()) if task is not None]
+        ids = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if ids:
+            with suppress(StokerError):  # otherwise the leases expire by themselves
+                await self._store.write(partial(table.renew, owner=self.owner, ids=ids, lease_s=_EXPIRED_S))
+
+    def lease_end_s(self) -> float:
+        return self._unix_time() + self._settings.lease_s
+
+    def start(self, row: StoredResponse, caller: Caller, head: RequestHead) -> None:
+        """Run a background response that this gateway owns."""
+        task = asyncio.get_running_loop().create_task(self._run(row, caller, head))
+        self._tasks[row.id] = task
+        self._changed[row.id] = asyncio.Event()
+        task.add_done_callback(lambda _: self._ended(row.id))
+
+    def cancel(self, response_id: str) -> None:
+        """Cancel a response if it runs here. It ends as cancelled."""
+        running = self._running.get(response_id)
+        if running is not None:
+            running.lose()
+
+    async def changed(self, response_id: str, timeout_s: float) -> None:
+        """Wait until more of a response is stored. Of one that runs elsewhere, only `timeout_s` passes."""
+        event = self._changed.get(response_id)
+        if event is None:
+            await asyncio.sleep(timeout_s)
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            pass
+
+    def _ended(self, response_id: str) -> None:
+        self._tasks.pop(response_id, None)
+        self._running.pop(response_id, None)
+        self._notify(response_id, last=True)
+
+    def _notify(self, response_id: str, *, last: bool = False) -> None:
+        event = self._changed.pop(response_id, None)
+        if event is not None:
+            event.set()
+            if not last:
+                self._changed[response_id] = asyncio.Event()
+
+    # ---- one response
+
+    async def _run(self, row: StoredResponse, caller: Caller, head: RequestHead) -> None:
+        try:
+            await self._attempts(row, caller, head)
+        except* StokerError as failed:
+            # The lease expires, and a gateway that reaches the store takes over.
+            log.warning("background_response_lost", response=row.id, reason=str(failed.exceptions[0]))
+
+    async def _attempts(self, row: StoredResponse, caller: Caller, head: RequestHead) -> None:
+        assert self._generate is not None
+        response = with_values(row.response, status="in_progress")
+        if not await self._store.write(lambda changes: table.begin(changes, row.id, self.owner, response)):
+            return
+        edits = ResponseEdits(row.id, row.previous_id, is_background=True)
+        deadline_s = time.monotonic() + self._settings.background_s
+        while True:
+            sink = BackgroundSink(edits, int(self._settings.max_mib * (1 << 20)))
+            request = InternalRequest(head, row.request or b"", caller, sink)
+            sink.on_too_large = request.lose
+            self._running[row.id] = request
+            async with asyncio.TaskGroup() as group:
+                if row.is_streamed:
+                    group.create_task(self._flush_often(row, sink))
+                await self._generate(request, EndpointKind.RESPONSES)
+                sink.is_done = True
+            if sink.refusal is None or sink.refusal[0] not in _RETRIED or time.monotonic() > deadline_s:
+                break
+            least_s, most_s = _RETRY_S
+            await asyncio.sleep(min(max(sink.refusal[2], least_s), most_s))
+        await self._finish(row, response, sink, is_cancelled=request.gone and sink.failure is None)
+
+    async def _flush_often(self, row: StoredResponse, sink: BackgroundSink) -> None:
+        """Store the events of a stream, in their order, until it has ended."""
+        while not sink.is_done:
+            await asyncio.sleep(_FLUSH_S)
+            if sink.events:
+                events, sink.events = sink.events, []
+                await self._store.write(partial(self._add, response_id=row.id, events=events))
+                self._notify(row.id)
+
+    def _add(self, changes: Transaction, response_id: str, events: list[bytes]) -> bool:
+        if not events:
+            return True
+        first, last = event_number(events[0]) or 0, event_number(events[-1]) or 0
+        return table.add_events(changes, response_id, self.owner, first, last, b"".join(events))
+
+    async def _finish(self, row: StoredResponse, response: bytes, sink: BackgroundSink, *, is_cancelled: bool) -> None:
+        stream = sink.stream
+        events = sink.events
+        if stream.response is not None:
+            final, status = stream.response, status_of(stream.response)
+            last = [stream.last_event]
+        else:
+            status = "cancelled" if is_cancelled else "failed"
+            error = None if is_cancelled else msgspec.json.encode(sink.failure or refusal_error(sink.refusal))
+            final = with_values(response, status=status, error=error)
+            last = [] if is_cancelled else [response_event("response.failed", final, stream.num_events)]
+
+        def work(changes: Transaction) -> None:
+            if row.is_streamed:
+                self._add(changes, row.id, [*events, *last])
+            table.finish(changes, row.id, self.owner, status, final)
+
+        await self._store.write(work)
+
+    # ---- leases
+
+    async def _keep_leases(self) -> None:
+        while True:
+            try:
+                mine = partial(table.renew, owner=self.owner, ids=list(self._tasks), lease_s=self.lease_end_s())
+                for one in await self._store.write(mine):
+                    self.cancel(one)
+                taken = partial(
+                    table.take_over,
+                    owner=self.owner,
+                    now_s=self._unix_time(),
+                    lease_s=self.lease_end_s(),
+                    limit=_TAKE_OVER,
+                )
+                for row in await self._store.write(taken):
+                    await self._continue(row)
+            except StokerError as error:
+                log.warning("responses_not_renewed", reason=error.message)
+            await asyncio.sleep(self._settings.lease_s / 3)
+
+    async def _continue(self, row: StoredResponse) -> None:
+        """Continue a response whose gateway died: run it again, or end it."""
+        caller = self._keys.caller(row.key_id)
+        number = await self._store.read(lambda reader: table.last_number(reader, row.id))
+        has_shown_events = row.is_streamed and number >= 0
+        can_run = caller is not None and caller.tenant == row.tenant and row.attempts <= _MAX_ATTEMPTS
+        if caller is not None and can_run and not has_shown_events and not row.wants_cancel:
+            log.warning("response_taken_over", response=row.id, attempt=row.attempts)
+            head = internal_head(RESPONSES_PATH.encode(), [(b"x-request-id", row.id.encode())])
+            self.start(row, caller, head)
+            return
+        status = "cancelled" if row.wants_cancel else "failed"
+        final = with_values(row.response, status=status, error=None if row.wants_cancel else _LOST)
+        log.warning("response_given_up", response=row.id, attempt=row.attempts, status=status)
+
+        def work(changes: Transaction) -> None:
+            if row.is_streamed and not row.wants_cancel:
+                self._add(changes, row.id, [response_event("response.failed", final, number + 1)])
+            table.finish(changes, row.id, self.owner, status, final)
+
+        await self._store.write(work)
+
+
+def with_values(response: bytes, *, status: str, error: bytes | None = None) -> bytes:
+    """Return a response object with another status and error."""
+    values = {"status": Raw(msgspec.json.encode(status)), "error": Raw(error or b"null")}
+    return msgspec.json.encode(fields(response) | values)
+
+
+def status_of(response: bytes) -> str:
+    status = msgspec.json.decode(fields(response).get("status", Raw(b'"completed"')))
+    return status if isinstance(status, str) else "completed"
+
+
+def refusal_error(refusal: tuple[int, bytes, float] | None) -> dict[str, Any]:
+    """Return the `error` of a response whose request was refused."""
+    error = {"code": "server_error", "message": "The response could not be generated."}
+    if refusal is None:
+        return error
+    try:
+        message = str(msgspec.json.decode(refusal[1])["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return error
+    code = "rate_limit_exceeded" if refusal[0] in _RETRIED else "invalid_prompt"
+    return {"code": code if refusal[0] < 500 or refusal[0] in _RETRIED else "server_error", "message": message}

@@ -1,0 +1,94 @@
+"""All objects that tenants keep in the store, as one part of the gateway: their endpoints, their tasks, their expiry."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+from stoker.base.errors import NotFound, StokerError
+from stoker.base.log import EventLog
+from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.api.client_body import EndpointKind
+from stoker.gateway.api.reply import Reply
+from stoker.gateway.config import ResponsesSettings
+from stoker.gateway.http import HttpRequest
+from stoker.gateway.objects import response_table
+from stoker.gateway.objects.response_runs import Generate
+from stoker.gateway.objects.responses import StoredResponses
+from stoker.gateway.store.store_threads import StoreThreads
+
+OBJECT_PREFIXES = (b"/v1/responses/",)
+_EXPIRY_S = 30.0  # how often expired objects are deleted
+_EXPIRE_AT_ONCE = 200  # rows in one transaction, so that other writers do not wait long
+
+log = EventLog("objects")
+
+
+class NoObjects:
+    """A gateway without a store: the Responses API has no state, and nothing can be kept."""
+
+    def open(self, generate: Generate) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def create_response(self, request: HttpRequest, generate: Generate) -> None:
+        await generate(request, EndpointKind.RESPONSES)  # workers refuse the fields that need state
+
+    async def answer(self, request: HttpRequest) -> Reply | None:
+        raise NotFound("This gateway keeps nothing: it was started with `--store none`.", code="not_found")
+
+
+class TenantObjects:
+    """The objects of all tenants, in one store."""
+
+    def __init__(
+        self,
+        store: StoreThreads,
+        keys: ApiKeys,
+        settings: ResponsesSettings,
+        *,
+        max_body_bytes: int,
+        model_of: Callable[[str | None], str],
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._unix_time = unix_time
+        self.responses = StoredResponses(
+            store, keys, settings, max_body_bytes=max_body_bytes, model_of=model_of, unix_time=unix_time
+        )
+        self._expiry: asyncio.Task[None] | None = None
+
+    def open(self, generate: Generate) -> None:
+        """Begin to run what runs in the background, with `generate`."""
+        self.responses.runs.open(generate)
+        self._expiry = asyncio.get_running_loop().create_task(self._expire_often())
+
+    async def close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.gather(self._expiry, return_exceptions=True)
+        await self.responses.runs.close()
+        await asyncio.to_thread(self._store.close)
+
+    async def create_response(self, request: HttpRequest, generate: Generate) -> None:
+        await self.responses.create(request, generate)
+
+    async def answer(self, request: HttpRequest) -> Reply | None:
+        """Answer a request whose path begins with one of OBJECT_PREFIXES. None: the answer was streamed."""
+        return await self.responses.answer(request)
+
+    async def _expire_often(self) -> None:
+        while True:
+            try:
+                while await self.expire_some() == _EXPIRE_AT_ONCE:
+                    pass
+            except StokerError as error:
+                log.warning("objects_not_expired", reason=error.message)
+            await asyncio.sleep(_EXPIRY_S)
+
+    async def expire_some(self) -> int:
+        """Delete some objects whose time is over, and return how many."""
+        work = partial(response_table.expire, now_s=self._unix_time(), limit=_EXPIRE_AT_ONCE)
+        return await self._store.write(work)

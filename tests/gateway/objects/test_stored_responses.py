@@ -1,0 +1,299 @@
+"""Stored responses at the gateway: continued, retrieved, deleted, run in the background, and seen by their tenant only."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from response_worker import FAST, FakeResponses, Keys, call, events_of, stored_world
+from waiting import until
+from world import Got, World
+
+from stoker.gateway.config import ResponsesSettings
+
+PATH = "/v1/responses"
+
+
+async def create(world: World, body: dict[str, Any], tenant: list[tuple[bytes, bytes]] | None = None) -> Got:
+    return await call(world, "POST", PATH, {"model": "m"} | body, tenant or ())
+
+
+async def wait_status(world: World, response_id: str, status: str) -> Any:
+    for _ in range(400):
+        got = (await call(world, "GET", f"{PATH}/{response_id}")).json
+        if got["status"] == status:
+            return got
+        await asyncio.sleep(0.02)
+    raise AssertionError(got)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_is_continued_by_the_id_of_its_last_response(tmp_path: Path, stream: bool) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        ids: list[str] = []
+        for turn in range(3):
+            body: dict[str, Any] = {"input": f"question {turn}", "stream": stream}
+            body |= {"previous_response_id": ids[-1]} if ids else {}
+            got = await create(world, body)
+            assert got.status == 200, got.body
+            response = events_of(got.body)[-1]["response"] if stream else got.json
+            assert response["previous_response_id"] == (ids[-1] if ids else None)
+            assert response["store"] is True
+            assert response["id"].startswith("resp_")
+            assert response["output"][0]["content"][0]["text"] == f"turn {2 * turn + 1}"
+            ids.append(response["id"])
+            if stream:
+                events = events_of(got.body)
+                assert [event["sequence_number"] for event in events] == list(range(len(events)))
+                assert {event["response"]["id"] for event in events if "response" in event} == {response["id"]}
+            assert (await call(world, "GET", f"{PATH}/{ids[-1]}")).json == response
+        sent = world.workers["w"].jsons[-1]
+        assert not {"store", "background", "previous_response_id"} & set(sent)
+        texts = [item["content"][0]["text"] for item in sent["input"]]
+        assert texts == ["question 0", "turn 1", "question 1", "turn 3", "question 2"]
+        # A conversation that is resent has the same items, so it has the same prefix in the cache.
+        assert sent["input"][1]["role"] == "assistant"
+        listed = (await call(world, "GET", f"{PATH}/{ids[-1]}/input_items")).json
+        assert [item["content"][0]["text"] for item in listed["data"]] == ["question 2"]
+        assert (await call(world, "DELETE", f"{PATH}/{ids[1]}")).json["deleted"] is True
+        broken = await create(world, {"input": "x", "previous_response_id": ids[2]})
+        assert (broken.status, broken.json["error"]["code"]) == (400, "previous_response_not_found")
+        assert ids[1] in broken.json["error"]["message"]
+
+
+async def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        got = await create(world, {"input": "x", "store": False})
+        assert got.json["id"] == "resp_worker"
+        first = (await create(world, {"input": "x"})).json["id"]
+        got = await create(world, {"input": "y", "store": False, "previous_response_id": first})
+        assert got.json["output"][0]["content"][0]["text"] == "turn 3"
+        assert (await call(world, "GET", f"{PATH}/{got.json['id']}")).status == 404
+    async with stored_world(
+        tmp_path / "s.db", FakeResponses(), settings=ResponsesSettings(store_default=False)
+    ) as world:
+        assert (await create(world, {"input": "x"})).json["id"] == "resp_worker"
+        assert (await create(world, {"input": "x", "store": True})).json["id"] != "resp_worker"
+
+
+async def test_another_tenant_sees_nothing(tmp_path: Path) -> None:
+    keys = Keys.of("one", "two")
+    async with stored_world(tmp_path / "s.db", FakeResponses(), keys=keys) as world:
+        mine, other = keys.header("one"), keys.header("two")
+        stored = (await create(world, {"input": "secret"}, mine)).json["id"]
+        background = (await create(world, {"input": "s", "background": True}, mine)).json["id"]
+        for one in (stored, background):
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+                assert (await call(world, method, f"{PATH}/{one}{path}", headers=other)).status == 404
+                assert (await call(world, method, f"{PATH}/{one}{path}")).status == 401
+            assert (await create(world, {"input": "x", "previous_response_id": one}, other)).status == 400
+            assert (await call(world, "GET", f"{PATH}/{one}", headers=mine)).status == 200
+
+
+async def test_another_gateway_continues_and_retrieves(tmp_path: Path) -> None:
+    script = FakeResponses()
+    async with stored_world(tmp_path / "s.db", script) as one, stored_world(tmp_path / "s.db", script) as two:
+        first = (await create(one, {"input": "a"})).json["id"]
+        second = (await create(two, {"input": "b", "previous_response_id": first})).json
+        assert second["output"][0]["content"][0]["text"] == "turn 3"
+        assert (await call(one, "GET", f"{PATH}/{second['id']}")).json == second
+
+
+async def test_a_background_response_survives_its_client(tmp_path: Path) -> None:
+    script = FakeResponses(hold=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script) as world:
+        created = (await create(world, {"input": "a", "background": True})).json
+        assert (created["status"], created["background"], created["store"]) == ("queued", True, True)
+        streamed = await world.send(
+            b'{"model":"m","input":"a","background":true,"stream":true}', PATH
+        )  # read a little, and leave
+        await until(lambda: world.workers["w"].num_running == 2)
+        streamed.abort()
+        assert (await wait_status(world, created["id"], "in_progress"))["output"] == []
+        assert script.hold is not None
+        script.hold.set()
+        done = await wait_status(world, created["id"], "completed")
+        assert done["output"][0]["content"][0]["text"] == "turn 1"
+        assert done["usage"]["total_tokens"] == 12
+        assert world.workers["w"].num_gone == 0
+        # It can be continued like any other.
+        after = await create(world, {"input": "b", "previous_response_id": created["id"]})
+        assert after.json["output"][0]["content"][0]["text"] == "turn 3"
+        await until(lambda: len(world.rows.rows) == 3)  # each is billed
+
+
+async def test_a_stream_that_is_reconnected_has_the_same_bytes(tmp_path: Path) -> None:
+    script = FakeResponses()
+    async with stored_world(tmp_path / "s.db", script) as world, stored_world(tmp_path / "s.db", script) as other:
+        script.hold = asyncio.Event()
+        asking = asyncio.create_task(create(world, {"input": "a", "background": True, "stream": True}))
+        await until(lambda: world.workers["w"].num_running == 1)
+        await asyncio.sleep(0.2)
+        script.hold.set()
+        unbroken = (await asking).body
+        events = events_of(unbroken)
+        response_id = events[0]["response"]["id"]
+        assert events[-1]["type"] == "response.completed"
+        pieces = [piece + b"\n\n" for piece in unbroken.split(b"\n\n") if piece]
+        for gateway in (world, other):
+            for after in (-1, 0, 3, len(pieces) - 2):
+                path = f"{PATH}/{response_id}?stream=true&starting_after={after}"
+                again = await call(gateway, "GET", path)
+                assert again.body == b"".join(pieces[after + 1 :])
+        # Reconnected while it still runs, at both gateways.
+        script.hold = asyncio.Event()
+        first = asyncio.create_task(create(world, {"input": "a", "background": True, "stream": True}))
+        await until(lambda: world.workers["w"].num_running == 1)
+        await asyncio.sleep(0.2)
+        [row] = world.gateway._parts.objects.responses.runs._tasks
+        path = f"{PATH}/{row}?stream=true"
+        second = [asyncio.create_task(call(gateway, "GET", path)) for gateway in (world, other)]
+        await asyncio.sleep(0.2)
+        script.hold.set()
+        assert {(await one).body for one in second} == {(await first).body}
+        assert (await call(world, "GET", f"{PATH}/{row}?stream=true&starting_after=x")).status == 400
+
+
+@pytest.mark.parametrize("at_other", [False, True])
+async def test_a_background_response_is_cancelled(tmp_path: Path, at_other: bool) -> None:
+    script = FakeResponses(hold=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script) as world, stored_world(tmp_path / "s.db", script) as other:
+        created = (await create(world, {"input": "a", "background": True})).json["id"]
+        await until(lambda: world.workers["w"].num_running == 1)
+        got = await call(other if at_other else world, "POST", f"{PATH}/{created}/cancel")
+        assert got.json["status"] == "cancelled", got.json
+        await until(lambda: world.workers["w"].num_running == 0)
+        assert (await call(world, "POST", f"{PATH}/{created}/cancel")).json["status"] == "cancelled"
+        refused = await create(world, {"input": "x", "previous_response_id": created})
+        assert refused.status == 400
+        deleted = (await create(world, {"input": "a", "background": True})).json["id"]
+        await until(lambda: world.workers["w"].num_running == 1)
+        await call(world, "DELETE", f"{PATH}/{deleted}")
+        await until(lambda: world.workers["w"].num_running == 0)
+        assert (await call(world, "GET", f"{PATH}/{deleted}")).status == 404
+
+
+async def test_a_busy_fleet_delays_a_background_response(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses(refuses=[503] * 4)) as world:
+        created = (await create(world, {"input": "a", "background": True})).json["id"]
+        assert (await wait_status(world, created, "completed"))["usage"]["total_tokens"] == 12
+
+
+async def test_a_request_that_the_worker_refuses_fails(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses(refuses=[400, 400])) as world:
+        created = (await create(world, {"input": "a", "background": True})).json["id"]
+        failed = await wait_status(world, created, "failed")
+        assert failed["error"] == {"code": "invalid_prompt", "message": "no"}
+        streamed = await create(world, {"input": "a", "background": True, "stream": True})
+        assert events_of(streamed.body)[-1]["type"] == "response.failed"
+
+
+async def test_a_gateway_that_dies_is_replaced(tmp_path: Path) -> None:
+    """A response without a stream runs again elsewhere. A streamed one, whose events a client may have, ends as failed."""
+    script = FakeResponses(hold=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script) as survivor, stored_world(tmp_path / "s.db", script) as dying:
+        plain = (await create(dying, {"input": "a", "background": True})).json["id"]
+        streaming = asyncio.create_task(create(dying, {"input": "a", "background": True, "stream": True}))
+        await until(lambda: dying.workers["w"].num_running == 2)
+        await asyncio.sleep(0.3)  # the first events are stored
+        runs = dying.gateway._parts.objects.responses.runs
+        [streamed] = set(runs._tasks) - {plain}
+        runs._keeper.cancel()  # dead: nothing renews the leases, and nothing is written any more
+        runs._tasks.clear()
+        runs._store.write = _never
+        assert script.hold is not None
+        script.hold = None
+        done = await wait_status(survivor, plain, "completed")
+        assert done["output"][0]["content"][0]["text"] == "turn 1"
+        failed = await wait_status(survivor, streamed, "failed")
+        assert "has stopped" in failed["error"]["message"]
+        again = events_of((await call(survivor, "GET", f"{PATH}/{streamed}?stream=true")).body)
+        assert [event["sequence_number"] for event in again] == list(range(len(again)))
+        assert again[-1]["type"] == "response.failed"
+        streaming.cancel()
+
+
+async def _never(*_: Any, **__: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_sizes_and_counts_are_bounded(tmp_path: Path) -> None:
+    small = dataclasses.replace(FAST, max_tenant_mib=0.002, max_background=1, max_turns=2, max_mib=0.01)
+    script = FakeResponses()
+    async with stored_world(tmp_path / "s.db", script, settings=small) as world:
+        ids = [(await create(world, {"input": f"a{i}"})).json["id"] for i in range(8)]
+        kept = [one for one in ids if (await call(world, "GET", f"{PATH}/{one}")).status == 200]
+        assert kept == ids[-len(kept) :], "the oldest make room"
+        assert 1 <= len(kept) < 8
+        too_large = await create(world, {"input": "x" * 20_000})
+        assert (too_large.status, too_large.json["store"]) == (200, False)
+        streamed = await create(world, {"input": "x" * 20_000, "stream": True})
+        assert events_of(streamed.body)[-1]["response"]["store"] is False
+        assert (await create(world, {"input": "x" * 20_000, "background": True})).status == 400
+        script.hold = asyncio.Event()
+        first = await create(world, {"input": "a", "background": True})
+        second = await create(world, {"input": "a", "background": True})
+        assert (first.status, second.status) == (200, 429)
+        script.hold.set()
+        await wait_status(world, first.json["id"], "completed")
+    async with stored_world(tmp_path / "t.db", script, settings=dataclasses.replace(FAST, max_turns=2)) as world:
+        one = (await create(world, {"input": "1"})).json["id"]
+        two = (await create(world, {"input": "2", "previous_response_id": one})).json["id"]
+        three = (await create(world, {"input": "3", "previous_response_id": two})).json["id"]
+        long = await create(world, {"input": "4", "previous_response_id": three})
+        assert long.status == 400
+        assert "2 turns" in long.json["error"]["message"]
+
+
+async def test_responses_expire_and_a_continued_conversation_stays(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        objects = world.gateway._parts.objects
+        first = (await create(world, {"input": "a"})).json["id"]
+        lonely = (await create(world, {"input": "a"})).json["id"]
+        now_s = objects.responses._unix_time()
+        for clock in (objects, objects.responses):
+            clock._unix_time = lambda: now_s + 20 * 86_400
+        second = (await create(world, {"input": "b", "previous_response_id": first})).json["id"]
+        for clock in (objects, objects.responses):
+            clock._unix_time = lambda: now_s + 40 * 86_400
+        assert await objects.expire_some() == 1
+        assert (await call(world, "GET", f"{PATH}/{lonely}")).status == 404
+        assert (await create(world, {"input": "c", "previous_response_id": second})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "a", "background": True, "store": False}, "background"),
+        ({"input": 5}, "input"),
+        ({"input": "a", "previous_response_id": 5}, "previous_response_id"),
+        ({"input": "a", "previous_response_id": "resp_invented"}, "previous_response_id"),
+        ({"input": "a", "store": "yes"}, "store"),
+        ({"input": "a", "background": True, "temperature": 7}, "temperature"),
+    ],
+)
+async def test_bad_input_names_the_field(tmp_path: Path, body: dict[str, Any], param: str) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        got = await create(world, body)
+        assert (got.status, got.json["error"]["param"]) == (400, param)
+        for path in ("resp_x", "resp_x/cancel/y", "resp_x/y", "%2e", ""):
+            assert (await call(world, "GET", f"{PATH}/{path}")).status in (400, 404, 405)
+        assert (await call(world, "PUT", f"{PATH}/resp_x", {})).status == 405
+
+
+async def test_an_answer_is_delivered_while_the_store_fails(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        from stoker.gateway.store.store import StoreUnavailable
+
+        async def fails(*_: Any, **__: Any) -> Any:
+            raise StoreUnavailable("gone")
+
+        world.gateway._parts.objects.responses._store.write = fails
+        for stream in (False, True):
+            got = await create(world, {"input": "a", "stream": stream})
+            response = events_of(got.body)[-1]["response"] if stream else got.json
+            assert (response["status"], response["store"]) == ("completed", False)
+        assert (await create(world, {"input": "a", "background": True})).status == 503
