@@ -13,7 +13,8 @@ from stoker.base.errors import InvalidRequest
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 # How a template takes the arguments of a tool call. "object": it serializes them. "text": it prints the client's JSON text as it
-# is, so that a call that is sent back has exactly the tokens that were sampled, or it concatenates strings.
+# is, so that a call that is sent back has exactly the tokens that were sampled, or it concatenates strings. Compact text gets white
+# space first.
 ArgumentsShape = Literal["object", "text"]
 
 
@@ -116,9 +117,26 @@ def _call(call: Any, where: str, traits: TemplateTraits) -> dict[str, Any]:
         arguments = {}
     if traits.arguments == "object" and isinstance(arguments, str):
         arguments = _parse(arguments)
-    elif traits.arguments == "text" and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif traits.arguments == "text":
+        arguments = _spaced(arguments) if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _spaced(arguments: str) -> str:
+    """Return compact JSON with the white space that models write. Other text is returned unchanged.
+
+    JavaScript clients parse the arguments of a call and send them back without white space. Their tokens would differ from those
+    that were sampled, so a prefix cache would lose everything after the first difference.
+    """
+    colon = arguments.find('":')
+    if colon < 0 or arguments[colon + 2 : colon + 3].isspace():  # much faster than parsing
+        return arguments
+    try:
+        value = json.loads(arguments)
+        is_compact = json.dumps(value, ensure_ascii=False, separators=(",", ":")) == arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return json.dumps(value, ensure_ascii=False) if is_compact else arguments
 
 
 def _parse(arguments: str) -> Any:

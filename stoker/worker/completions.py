@@ -119,7 +119,7 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
             param="suffix",
             code="unsupported_parameter",
         )
-    if body.best_of is not None and body.best_of != n:
+    if body.best_of and body.best_of != n:
         raise InvalidRequest(
             f"Invalid 'best_of': {body.best_of}. It must equal 'n' ({n}), because all choices are returned.",
             param="best_of",

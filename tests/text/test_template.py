@@ -110,6 +110,26 @@ def test_a_resent_call_is_the_text_that_was_sampled(tokenizer: Tokenizer) -> Non
     assert resent == template.render(history, [TOOL]) + sampled + "<|im_end|>\n"
 
 
+@pytest.mark.parametrize(
+    ("sent", "written"),
+    [
+        (
+            '{"query":"Zürich: [a,b]","days":[1,2],"deep":{"x":null}}',
+            '{"query": "Zürich: [a,b]", "days": [1, 2], "deep": {"x": null}}',
+        ),
+        ('{"query": "a","days":3}', '{"query": "a","days":3}'),
+        ('{"n":1.0,"m":1e5}', '{"n":1.0,"m":1e5}'),  # numbers would change
+        ('{"query":"a"', '{"query":"a"'),
+        ("[" * 100_000 + '"":', "[" * 100_000 + '"":'),
+    ],
+)
+def test_compact_arguments_get_the_white_space_that_models_write(sent: str, written: str, tokenizer: Tokenizer) -> None:
+    """JavaScript clients send arguments back compactly."""
+    call = {"id": "x", "type": "function", "function": {"name": "search", "arguments": sent}}
+    prompt = _template(SMOL, tokenizer).render([{"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL])
+    assert f'"arguments": {written}}}\n</tool_call>' in prompt
+
+
 def test_arguments_are_an_object_for_templates_that_serialize(tokenizer: Tokenizer) -> None:
     template = _template(OWN_TOOLS, tokenizer)
     assert '<tool_call>{"query": "Zürich", "days": 3}<tool_call>{}' in template.render(HISTORY, [TOOL])

@@ -89,7 +89,8 @@ def compare(earlier: SentTurn, turn: SentTurn, keys: Sequence[Key]) -> Compariso
         return Comparison(earlier, "continued" if earlier.salt == turn.salt else "salted")
     if not has_same_tools:
         tool = _first_difference(old.tools, new.tools)
-        related = not set(old.messages).isdisjoint(new.messages)
+        # Agents also send requests without tools about the same message, for example to give a conversation a title.
+        related = 2 * len(set(old.messages).intersection(new.messages)) >= len(old.messages)
         return Comparison(earlier, "changed" if related else "unrelated", f"tool {tool}")
     at = _first_difference(old.messages, new.messages)
     if at == len(new.messages):

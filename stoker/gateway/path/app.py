@@ -61,6 +61,7 @@ _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
 _RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
+_READING = frozenset({b"GET", b"HEAD"})
 _YES = frozenset({b"1", b"true", b"yes"})
 
 log = EventLog("gateway")
@@ -350,6 +351,8 @@ class Gateway:
             return await parts.objects.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)
+            if request.method not in _READING:
+                return method_not_allowed(path, request.method, [b"GET"])
             return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
         if path in _GENERATING:
             return method_not_allowed(path, request.method, [b"POST"])

@@ -17,7 +17,7 @@ from stoker.proto.openai.prediction import PredictedOutput
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Meta(ge=0, le=MAX_CHOICES)] | None = None  # 0 is the same as none
     max_tokens: TokenLimit | None = None
     logprobs: TopLogprobs | None = None
     echo: bool | None = None

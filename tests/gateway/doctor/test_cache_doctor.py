@@ -90,6 +90,12 @@ def test_a_changed_tool_is_named(tools: list[str], place: str) -> None:
     assert largest(fleet.ask(SECOND, tools=tools)) == ("changed", place)
 
 
+def test_a_request_for_a_title_is_not_a_changed_tool() -> None:
+    fleet = CachingFleet()
+    fleet.ask([system("Name this conversation. " * 4), user("Give it a title:"), QUESTION], session="tenant:s")
+    assert largest(fleet.ask(FIRST, tools=["read"], session="tenant:s")) == ("first_turn", "")
+
+
 def test_a_changed_option_of_the_template_is_named() -> None:
     assert largest(asked_once().ask(SECOND, thinks=False)) == ("changed", "options")
 

@@ -328,6 +328,7 @@ def test_the_other_paths() -> None:
             assert [card["id"] for card in (await world.get("/v1/models")).json["data"]] == ["m"]
             assert (await world.get("/v1/models/m")).json["id"] == "m"
             assert (await world.get("/v1/models/x")).status == 404
+            assert (await world.ask({}, "/v1/models/m")).status == 405  # models cannot be changed or deleted here
             assert (await world.get("/v1/nothing")).json["error"]["code"] == "unknown_url"
             assert (await world.get("/v1/chat/completions")).status == 405
             assert b"stoker_gateway_requests_total" in (await world.get("/metrics")).body
