@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import socket
 import ssl
@@ -57,6 +58,7 @@ from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.store.watched import WatchedStore
+from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
@@ -143,7 +145,7 @@ class GatewayServer:
 
 def build_gateway(config: GatewayConfig) -> GatewayServer:
     """Create all components of a gateway. Opens the store, but no sockets of its own."""
-    clock = time.monotonic
+    clock, name = time.monotonic, gateway_name()
     admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
     metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
     secret = read_fleet_secret(config.secret_file, "--secret-file")
@@ -170,9 +172,10 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
+        other_work=OtherWork(load_book, name),
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, hints)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
@@ -183,7 +186,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     meter = _meter(config, location, store, prices, keys)
     threads = None if store is None else StoreThreads(store)
     key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads)
-    leases = NoLeases() if threads is None else LimitLeases(threads, gateway_name(), clock)
+    leases = NoLeases() if threads is None else LimitLeases(threads, name, clock)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
@@ -259,7 +262,8 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
 
 def gateway_name() -> str:
     """Return a name for this process that no other gateway has."""
-    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+    return f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
 def _meter(
