@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -84,6 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, keys in _GROUPS.items():
         settings = [one for one in declared(GatewayConfig) if one.key.startswith(keys)]
         add_flags(parser.add_argument_group(title), settings)
+    # Set by the supervisor of several processes for each of them: NUMBER:PORT,PORT,… and whether to print the welcome.
+    parser.add_argument("--process", metavar="NUMBER:PORTS", help=argparse.SUPPRESS)
+    parser.add_argument("--no-welcome", action="store_true", help=argparse.SUPPRESS)
     refuse_flag(parser, "--new-key", "--new-key was replaced: use `stoker keys create NAME`")
 
 
@@ -92,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
 
     config = gateway_config(args, os.environ)
     logs.set_up(config.log_level)
-    return uvloop.run(_serve(config))
+    if config.listen.processes > 1 and not config.process_ports:
+        return uvloop.run(_supervise(config, sys.argv[1:]))
+    return uvloop.run(_serve(config, welcome=not args.no_welcome))
 
 
 def gateway_config(args: argparse.Namespace, environment: Mapping[str, str]) -> GatewayConfig:
@@ -105,6 +110,9 @@ def gateway_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     overrides["worker"] = [parse_worker(text) for text in args.worker]
     overrides["alias"] = [_alias(text) for text in args.alias]
     config = replace(load(args.config, overrides), state_dir=default_state_dir(environment))
+    if args.process is not None:
+        number, _, ports = args.process.partition(":")
+        config = replace(config, process=int(number), process_ports=tuple(map(int, ports.split(","))))
     _refuse_old_ledger(config)
     return config
 
@@ -130,16 +138,41 @@ def _alias(text: str) -> dict[str, str]:
     return {"name": name, "model": model}
 
 
-async def _serve(config: GatewayConfig) -> int:
-    from stoker.gateway.build import build_gateway
+async def _supervise(config: GatewayConfig, arguments: Sequence[str]) -> int:
+    """Run several processes on one port. They get the same arguments."""
+    from stoker.gateway.process_supervisor import ProcessSupervisor, shared_listener
 
-    listener = listen(config.listen.host, config.listen.port)
+    # It never listens. It only holds the port, so that all processes get the same one and it stays theirs.
+    held = shared_listener(config.listen.host, config.listen.port)
+    port = held.getsockname()[1]
+
+    def command(number: int, ports: Sequence[int], is_restart: bool) -> list[str]:
+        own = ["--port", str(port), "--process", f"{number}:{','.join(map(str, ports))}"]
+        quiet = ["--no-welcome"] if number or is_restart else []
+        return [sys.executable, "-m", "stoker.cli.main", *arguments, *own, *quiet]
+
+    with closing(held):
+        supervisor = ProcessSupervisor(config.listen.processes, command)
+        signals = Signals(supervisor.stop)
+        try:
+            return await supervisor.run()
+        finally:
+            signals.close()
+            supervisor.kill()
+
+
+async def _serve(config: GatewayConfig, *, welcome: bool) -> int:
+    from stoker.gateway.build import build_gateway
+    from stoker.gateway.process_supervisor import shared_listener
+
+    open_listener = shared_listener if config.process_ports else listen
+    listener = open_listener(config.listen.host, config.listen.port)
     with closing(listener):
         server = build_gateway(config)
-        return await _run(config, server, listener)
+        return await _run(config, server, listener, welcome)
 
 
-async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.socket) -> int:
+async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.socket, welcome: bool) -> int:
     signals = Signals()
     try:
         await server.start(listener)
@@ -150,7 +183,8 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
                 host=config.listen.host,
                 hint="every client that reaches this address is served; see `stoker keys`",
             )
-        _print_welcome(config, listener.getsockname()[1], server)
+        if welcome:
+            _print_welcome(config, listener.getsockname()[1], server)
         await signals.wait()
         server.begin_drain()
         if server.num_running:

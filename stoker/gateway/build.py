@@ -46,6 +46,8 @@ from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
+from stoker.gateway.process_supervisor import shared_listener
+from stoker.gateway.processes import GroupEndpoint, GroupMetrics, ProcessGroup
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
@@ -64,6 +66,7 @@ from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.admin_api import GatewayStatus
 from stoker.proto.cors import CorsRules
+from stoker.proto.signed_http import RequestSigner
 from stoker.routing.router import PrefixIndexes, Router
 
 _CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
@@ -86,6 +89,7 @@ class GatewayServer:
     membership: Membership
     proxy: Proxy
     key_makers: PrefixKeyMakers
+    group: ProcessGroup
     keys: ApiKeys
     store: StoreThreads | None
     key_watch: KeyWatch | NoKeyWatch
@@ -119,6 +123,10 @@ class GatewayServer:
         self.retention.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
+        if self.config.process_ports:
+            await self.server.listen(
+                "", 0, sock=shared_listener("127.0.0.1", self.config.process_ports[self.config.process])
+            )
 
     def begin_drain(self) -> None:
         self.state.begin_drain()
@@ -134,6 +142,7 @@ class GatewayServer:
         await self.retention.close()
         await self.proxy.close()
         await self.leases.close()
+        self.group.close()
         self.key_makers.close()
         await asyncio.to_thread(self.tracing.close)
         await asyncio.to_thread(self.request_log.close)
@@ -192,6 +201,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
+    group = ProcessGroup(
+        config.process,
+        config.process_ports,
+        [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
+    )
     aliases = ModelAliases({one.name: one.model for one in config.alias})
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
@@ -207,10 +221,12 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             metrics=metrics,
             tracing=tracing,
             state=state,
-            admin=AdminEndpoint(admin_token, view, threads),
-            metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=lambda: not keys.required),
+            admin=GroupEndpoint(AdminEndpoint(admin_token, view, threads), group),
+            metrics_page=GroupMetrics(
+                MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=lambda: not keys.required), group
+            ),
             usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
-            registration=RegistrationEndpoint(fleet_key, fleet, membership),
+            registration=GroupEndpoint(RegistrationEndpoint(fleet_key, fleet, membership), group),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
@@ -242,6 +258,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         membership=membership,
         proxy=proxy,
         key_makers=key_makers,
+        group=group,
         keys=keys,
         store=threads,
         key_watch=key_watch,
@@ -318,6 +335,8 @@ def _status(
     return GatewayStatus(
         version=stoker.__version__,
         uptime_s=round(clock() - started_s, 1),
+        process=config.process,
+        processes=max(1, len(config.process_ports)),
         draining=state.draining,
         running_requests=state.num_running,
         waiting_requests=admission.num_waiting,

@@ -96,6 +96,14 @@ class ListenSettings:
         metavar="ORIGIN",
         default_text="none",
     )
+    processes: int = setting(
+        1,
+        "Number of gateway processes that share the port. Each uses one core. They share a store, and with it the limits of "
+        "keys.",
+        flag="--processes",
+        ge=1,
+        le=64,
+    )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
     )
@@ -435,6 +443,8 @@ class GatewayConfig:
         default_text="store.db in the state folder, ~/.local/state/stoker",
         renamed_from=("--ledger",),
     )
+    process: int = 0  # the number of this process among `listen.processes`
+    process_ports: tuple[int, ...] = ()  # the processes' own ports on 127.0.0.1, if there are several
     state_dir: Path | None = None  # this machine's folder for state; None: without `store` there is no store
     admin_token_file: Path | None = setting(
         None,
