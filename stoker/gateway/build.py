@@ -195,7 +195,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     meter = _meter(config, location, store, prices, keys)
     threads = None if store is None else StoreThreads(store)
     key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads)
-    leases = NoLeases() if threads is None else LimitLeases(threads, name, clock)
+    leases = NoLeases() if threads is None else LimitLeases(threads, meter.identity, clock)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)

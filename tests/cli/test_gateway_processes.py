@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -17,7 +18,10 @@ from scripted_server import ScriptedServer
 from test_gateway_cli import STOKER, Running, curl, started
 from test_gateway_kill import NUM_CLIENTS, Clients, script
 
+from stoker.base.ids import WorkerId
 from stoker.gateway.processes import joined_metrics
+from stoker.proto.messages import WorkerRegistration
+from stoker.worker.register import Registrar
 
 TOKEN = "an-admin-token-for-tests"
 ADMIN = ("-H", f"Authorization: Bearer {TOKEN}")
@@ -137,3 +141,44 @@ def test_pages_of_metrics_are_joined_by_family() -> None:
         "# TYPE c gauge",
         'c{process="1"} 9',
     ]
+
+
+def test_a_worker_that_registers_is_known_to_every_process(tmp_path: Path, server: ScriptedServer) -> None:
+    secret = "a-secret-of-enough-characters"
+    (tmp_path / "secret").write_text(secret)
+    news = WorkerRegistration(
+        worker_id=WorkerId("w1"),
+        url="http://127.0.0.1:9",
+        role="unified",
+        models=["m"],
+        fingerprint="f",
+        block_tokens=16,
+        num_blocks=64,
+        max_model_tokens=2048,
+        events=None,
+        replay=None,
+        tokenizer="",
+    )
+
+    async def register(url: str, *, leave: bool) -> None:
+        registrar = Registrar([url], lambda: news, secret, heartbeat_s=0.2)
+        registrar.start()
+        await asyncio.sleep(1.0)
+        if leave:
+            await registrar.leave()
+        else:
+            for task in registrar._tasks:
+                task.cancel()
+            await registrar._session.close()
+
+    def workers(running: Running, number: int) -> set[str]:
+        fleet = json.loads(curl(f"{running.url}/admin/fleet?process={number}", *ADMIN))
+        return {one["worker"] for one in fleet["workers"]}
+
+    with started(tmp_path, *options(tmp_path, server), "--secret-file", str(tmp_path / "secret")) as running:
+        for number in (0, 1):
+            until_answering(running, number)
+        asyncio.run(register(running.url, leave=False))
+        assert ["127.0.0.1:9" in workers(running, number) for number in (0, 1)] == [True, True]
+        asyncio.run(register(running.url, leave=True))
+        assert ["127.0.0.1:9" in workers(running, number) for number in (0, 1)] == [False, False]

@@ -71,9 +71,11 @@ class LimitPart:
 def divide(
     limit: LeasedLimit, spent: float, demand: float, found: Sequence[LimitLease], gateway: str, now_s: float
 ) -> LimitPart:
-    """Return the part of a limit that `gateway` gets, given all leases in the store."""
-    live = [one for one in found if one.expires_s > now_s]
-    others = [one for one in live if one.gateway != gateway]
+    """Return the part of a limit that `gateway` gets, given all leases in the store.
+
+    A gateway that holds no lease may find its own: that of its predecessor, which was killed.
+    """
+    others = [one for one in found if one.expires_s > now_s and one.gateway != gateway]
     total = max(0.0, limit.total - spent)
     fair = _FAIR_SHARE * total
     weights = demand + fair + sum(one.demand + fair for one in others)
@@ -82,12 +84,12 @@ def divide(
         target = max(target, demand)  # what is in use here stays here
     free = total - sum(one.amount for one in others)
     amount = max(0.0, min(math.ceil(target), math.floor(free)) if limit.is_whole else min(target, free))
-    if not limit.is_rate or len(live) > len(others):
+    if not limit.is_rate or limit.held:
         return LimitPart(amount, None)
     if not found:
         return LimitPart(amount, amount)
     # What ended gateways had left, and what has been refilled since. A gateway that was killed spent at most what it used
     # after its last report.
-    ended = [one for one in found if one.expires_s <= now_s]
+    ended = [one for one in found if one not in others]
     left = sum(min(one.amount, one.level + max(0.0, now_s - one.at_s) * one.amount / 60) for one in ended)
     return LimitPart(amount, min(amount, left))

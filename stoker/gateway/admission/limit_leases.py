@@ -62,7 +62,7 @@ class LimitLeases:
         clock: Callable[[], float],
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """`gateway` names this process among those that share the store."""
+        """`gateway` names this process among those that share the store; its successor after a kill has the same name."""
         threads.store.declare(LIMIT_TABLES)
         self._threads = threads
         self._gateway = gateway

@@ -54,6 +54,7 @@ class NoMeter:
 
     pending = 0
     written = 0
+    identity = ""
 
     def refusal(self) -> Overloaded | None:
         return None
@@ -120,6 +121,11 @@ class Meter:
         self._rows.append((self._slots, running.index, row))
         if len(self._rows) == self._settings.flush_rows:
             self._wake.set()
+
+    @property
+    def identity(self) -> str:
+        """A name of this process among all that use the store. A process that replaces a killed one has the same."""
+        return self._slots.identity
 
     @property
     def pending(self) -> int:
