@@ -1,7 +1,7 @@
 """Two gateways behind HAProxy share a store, and one of them is killed with SIGKILL again and again under load.
 
-    python -m bench run gateway_kills                           SQLite, 50 kills, about 3 minutes
-    python -m bench run gateway_kills --store postgres          a PostgreSQL server of its own
+    python -m bench run gateway_kills                                       SQLite, 50 kills, about 4 minutes
+    python -m bench run gateway_kills --store sqlite --store postgres       then also with a PostgreSQL server of its own
 
 Two mock workers (bench/support/mock_worker.py) answer. Clients send chats, half of them streamed, with an id each; others send as
 fast as they can with a key that is limited to `--limit` requests per minute. A killed gateway is started again at once.
@@ -89,7 +89,7 @@ class Gateway:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", choices=("sqlite", "postgres"), default="sqlite", help="default: %(default)s")
+    parser.add_argument("--store", action="append", choices=("sqlite", "postgres"), help="default: sqlite; repeatable")
     parser.add_argument("--kills", type=int, default=50, help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--limit", type=int, default=600, help="requests per minute of the limited key")
@@ -101,10 +101,20 @@ def run(args: argparse.Namespace) -> Report:
     if shutil.which("haproxy") is None:
         raise BenchmarkError("haproxy is not installed (Debian, as root: apt-get install haproxy)")
     args.log_dir.mkdir(parents=True, exist_ok=True)
+    report = Report(details=[])
+    for store in args.store or ["sqlite"]:
+        found = _run(args, store)
+        report.results += found.results
+        report.details += found.details
+        report.problems += found.problems
+    return report
+
+
+def _run(args: argparse.Namespace, kind: str) -> Report:
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         location = str(folder / "store.db")
-        if args.store == "postgres":
+        if kind == "postgres":
             programs = installed()
             if programs is None:
                 raise BenchmarkError("no PostgreSQL server is installed (Debian, as root: apt-get install postgresql)")
@@ -150,7 +160,7 @@ def run(args: argparse.Namespace) -> Report:
         for gateway in gateways:
             gateway.stop()
         rows, sums = _ledger(location)
-    return _judge(args, tally, took_s, rows, sums)
+    return _judge(args, kind, tally, took_s, rows, sums)
 
 
 def _storm(args: argparse.Namespace, gateways: list[Gateway], port: int) -> tuple[Tally, float]:
@@ -285,7 +295,12 @@ def _ledger(location: str) -> tuple[dict[str, list[tuple[int, int]]], int]:
 
 
 def _judge(
-    args: argparse.Namespace, tally: Tally, took_s: float, rows: dict[str, list[tuple[int, int]]], sums: int
+    args: argparse.Namespace,
+    kind: str,
+    tally: Tally,
+    took_s: float,
+    rows: dict[str, list[tuple[int, int]]],
+    sums: int,
 ) -> Report:
     missing = [one for one in tally.started if one not in rows]
     doubled = [one for one, found in rows.items() if len(found) > 1]
@@ -293,7 +308,7 @@ def _judge(
     admitted = tally.statuses["200"]
     refilled = args.limit * (1 + took_s / 60)
     overshoot = admitted - refilled
-    case = f"{args.store}, {args.kills} kills, {len(tally.complete)} complete answers"
+    case = f"{kind}, {args.kills} kills"
     total = sum(len(found) for found in rows.values())
     problems = [
         f"{len(found)} rows {what}: {found[:3]}"
@@ -311,6 +326,7 @@ def _judge(
         {"limited": dict(tally.statuses), "took_s": took_s, "lost": tally.lost, "rows": total}
     ]
     results = [
+        Result(case, "complete answers", "answers", len(tally.complete), "higher"),
         Result(case, "ledger rows missing", "rows", len(missing)),
         Result(case, "ledger rows doubled", "rows", len(doubled)),
         Result(case, "ledger rows with other counts", "rows", len(wrong)),

@@ -59,7 +59,7 @@ TABLES = Tables(
             ) WITHOUT ROWID""",
             f"INSERT INTO usage_sums SELECT {HOUR_S}, hour_s, {_SUMS_OF_ROWS} hour_s, {_SUM_KEY}",
             f"INSERT INTO usage_sums SELECT {DAY_S}, hour_s - hour_s % {DAY_S} AS day_s, {_SUMS_OF_ROWS} day_s, {_SUM_KEY}",
-            "CREATE INDEX usage_by_session ON usage (tenant, session, time_s)",
+            "CREATE INDEX usage_by_session ON usage (session, time_s)",
         ),
     ),
 )
