@@ -6,7 +6,7 @@ each uncached block, plus a random time for gateway and machine (--noise-ms). Th
 what it routed itself, as with workers that have no KV events. Sizes and pauses come from the same random numbers as in
 `placement`, so that a seed means the same sessions; only the letters are left out.
 
-With `--gateways N`, requests go round robin to N gateways, each with a router, load book and prefix index of its own. What a
+With N gateways (`--gateways`), requests go round robin to N gateways, each with a router, load book and prefix index of its own. What a
 worker publishes reaches all of them after `--publish-ms`: accept, first token and end of each request (`proto/work.py`), and
 the blocks that it has stored. This is what Stoker workers publish.
 
@@ -243,7 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="cost", help="the router's policy (default: %(default)s)")
     parser.add_argument("--noise-ms", type=float, default=4.0, help="default: %(default)s")
-    parser.add_argument("--gateways", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--gateways", default="1,2", help="numbers of gateways (default: %(default)s)")
     parser.add_argument("--publish-ms", type=float, default=2.0, help="default: %(default)s")
     parser.add_argument("--verbose", action="store_true", help="print each seed")
 
@@ -251,21 +251,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     seeds = [int(seed) for seed in args.seeds.split(",")]
     report = Report(details=[])
-    for with_session, name in ((False, "without"), (True, "with")):
-        if args.session not in (name, "both"):
-            continue
-        for case in args.cases.split(","):
-            placements = []
-            for seed in seeds:
-                options = {"with_session": with_session, "policy": args.policy, "noise_s": args.noise_ms / 1e3}
-                options |= {"num_gateways": args.gateways, "publish_s": args.publish_ms / 1e3}
-                placements.append(Simulation(case, seed, **options).placement())
-                one = placements[-1]
-                report.details.append({"case": case, "session": with_session, "seed": seed, **asdict(one)})
-                if args.verbose:
-                    print(f"   seed {seed}: hit {one.hit:.4f} same {one.same:.3f} skew {one.skew:.3f} {one.counts}")
-            gateways = "" if args.gateways == 1 else f", {args.gateways} gateways"
-            report.results += _results(f"{case}, {name} session key, {len(seeds)} seeds{gateways}", placements)
+    for num_gateways in map(int, args.gateways.split(",")):
+        for with_session, name in ((False, "without"), (True, "with")):
+            if args.session not in (name, "both"):
+                continue
+            options = {"with_session": with_session, "policy": args.policy, "noise_s": args.noise_ms / 1e3}
+            options |= {"num_gateways": num_gateways, "publish_s": args.publish_ms / 1e3}
+            for case in args.cases.split(","):
+                placements = [Simulation(case, seed, **options).placement() for seed in seeds]
+                for seed, one in zip(seeds, placements, strict=True):
+                    row = {"case": case, "session": with_session, "gateways": num_gateways, "seed": seed}
+                    report.details.append({**row, **asdict(one)})
+                    if args.verbose:
+                        print(f"   seed {seed}: hit {one.hit:.4f} same {one.same:.3f} skew {one.skew:.3f} {one.counts}")
+                gateways = "" if num_gateways == 1 else f", {num_gateways} gateways"
+                report.results += _results(f"{case}, {name} session key, {len(seeds)} seeds{gateways}", placements)
     return report
 
 
