@@ -6,9 +6,9 @@ each uncached block, plus a random time for gateway and machine (--noise-ms). Th
 what it routed itself, as with workers that have no KV events. Sizes and pauses come from the same random numbers as in
 `placement`, so that a seed means the same sessions; only the letters are left out.
 
-With N gateways (`--gateways`), requests go round robin to N gateways, each with a router, load book and prefix index of its own. What a
-worker publishes reaches all of them after `--publish-ms`: accept, first token and end of each request (`proto/work.py`), and
-the blocks that it has stored. This is what Stoker workers publish.
+With N gateways (`--gateways`), requests go round robin to them, each with a router, load book and prefix index of its own. What
+a worker publishes reaches all of them after `--publish-ms`: accept and end of each request (`proto/work.py`), and the blocks that
+it has stored. This is what Stoker workers publish.
 
 For each case and seed: hit (cached blocks over all blocks), same (turns on the previous turn's worker), skew (requests
 of the busiest worker over the mean).
