@@ -86,7 +86,7 @@ class LimitLeases:
         if now - self._failed_s < _RETRY_S:
             self._close_budgets(limits)  # nothing to wait for: the store has just failed
             return
-        if all(limit.held for limit in limits) and now - self._renewed_s < _LEASE_S / 2:
+        if self._has_all(limits) and now - self._renewed_s < _LEASE_S / 2:
             shared = any(limit.amount < limit.total for limit in limits)
             if not shared or now - self._renewed_s < _SOONEST_S or not is_short():
                 return
@@ -95,11 +95,15 @@ class LimitLeases:
         try:
             async with asyncio.timeout(_FIRST_S):
                 await asyncio.shield(self._renewal())
-                if not all(limit.held for limit in limits):  # it had begun before these limits were asked for
+                if not self._has_all(limits):  # it had begun before these limits were asked for
                     await asyncio.shield(self._renewal())
         except (TimeoutError, Overloaded, StoreRefused):
             self._failed_s = self._clock()
             self._close_budgets(limits)
+
+    def _has_all(self, limits: Sequence[LeasedLimit]) -> bool:
+        """Return True if all limits are leased, except those beyond the bound, which never are."""
+        return all(limit.held or limit.name not in self._limits for limit in limits)
 
     def _close_budgets(self, limits: Sequence[LeasedLimit]) -> None:
         """Without the store, a budget without a lease allows nothing. Other limits are this gateway's alone."""
