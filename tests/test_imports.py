@@ -75,7 +75,7 @@ TABLE = {
     "gateway.watch": Allowed(
         f"{GATEWAY_BASE} gateway.prefix routing fleet text proto kv.blocks", "msgspec xxhash zmq", light=True
     ),
-    "gateway.admission": Allowed(f"{GATEWAY_BASE} fleet routing", "msgspec", light=True),
+    "gateway.admission": Allowed(f"{GATEWAY_BASE} gateway.store fleet routing", "msgspec", light=True),
     "gateway.store": Allowed("", "psycopg", light=True),
     "gateway.objects": Allowed(f"{GATEWAY_BASE} gateway.store gateway.admission proto", "msgspec", light=True),
     "gateway.records": Allowed(
@@ -84,7 +84,7 @@ TABLE = {
         light=True,
     ),
     "gateway.doctor": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.records.prices routing fleet proto", "msgspec", light=True
+        f"{GATEWAY_BASE} gateway.prefix gateway.admission.prices routing fleet proto", "msgspec", light=True
     ),
     "gateway.path": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"

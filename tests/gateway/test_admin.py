@@ -21,7 +21,7 @@ from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import AdmissionSettings, PriceSettings
 from stoker.gateway.doctor.miss_parts import MissPart
 from stoker.gateway.doctor.miss_totals import MissTotals
-from stoker.gateway.records.prices import PriceList
+from stoker.gateway.admission.prices import PriceList
 from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router

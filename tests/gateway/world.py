@@ -42,7 +42,7 @@ from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
-from stoker.gateway.records.prices import PriceList
+from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
@@ -154,7 +154,7 @@ class World:
                 tracing=tracing or NoTracing(),
                 state=self.state,
                 admin=Nothing(),
-                metrics_page=MetricsEndpoint(self.metrics, (), is_open=not keys),
+                metrics_page=MetricsEndpoint(self.metrics, (), is_open=lambda: not keys),
                 usage=Nothing(),
                 registration=Nothing(),
                 tokenize=TokenizeEndpoint(
