@@ -25,6 +25,7 @@ from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.admission.capacity import Capacities
+from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.gauges import add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
@@ -173,6 +174,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock)
+    flex = _flex(config, fleet, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
@@ -185,6 +187,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             proxy=proxy,
             keys=keys,
             admission=admission,
+            flex=flex,
             key_makers=key_makers,
             meter=meter,
             request_log=request_log,
@@ -243,13 +246,26 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
 
 
+def _flex(config: GatewayConfig, fleet: Fleet, clock: Callable[[], float]) -> FlexGate:
+    capacities = Capacities(fleet, config.admission)
+
+    def num_workers(lane: str) -> int:
+        return len(fleet.models().get(lane, ()))
+
+    return FlexGate(
+        config.flex, lane=lambda model: capacities.lane(model, clock()), num_workers=num_workers, clock=clock
+    )
+
+
 def _objects(
     config: GatewayConfig, threads: StoreThreads | None, keys: ApiKeys, model_of: Callable[[str | None], str]
 ) -> TenantObjects | NoObjects:
     if threads is None:
         return NoObjects()
     max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
-    return TenantObjects(threads, keys, config.responses, max_body_bytes=max_body_bytes, model_of=model_of)
+    return TenantObjects(
+        threads, keys, config.responses, config.batch, max_body_bytes=max_body_bytes, model_of=model_of
+    )
 
 
 def _meter(config: GatewayConfig, location: StoreLocation | None, store: Store | None) -> Meter | NoMeter:

@@ -21,9 +21,10 @@ from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.fair_queue import Capacity
+from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
-from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
+from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, ProxySettings
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
@@ -128,6 +129,7 @@ class World:
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
         )
+        self.flex = FlexGate(FlexSettings(), lane=lambda model: model, num_workers=lambda lane: 1, clock=clock)
         api_keys = ApiKeys(keys)
         self.max_model_tokens: dict[str, int] = {}
         self.gateway = Gateway(
@@ -137,6 +139,7 @@ class World:
                 proxy=self.proxy,
                 keys=api_keys,
                 admission=self.admission,
+                flex=self.flex,
                 key_makers=key_makers or KeysDouble(prompt_tokens),
                 meter=self.rows,
                 request_log=Rows(),

@@ -157,6 +157,22 @@ class Admission:
             if self._charging is None:
                 self._charging = asyncio.get_running_loop().call_later(_CHARGE_S, self._charge)
 
+    def enter_beside(self, claim: AdmittedRequest, uncached_tokens: int) -> None:
+        """Admit a claimed request that does not use the queue: a flex request has its own (`flex.py`).
+
+        Raises Overloaded if its key has not enough tokens left.
+        """
+        limiter, now = claim.caller.limiter, self.clock()
+        if limiter.limits_tokens and (limit := limiter.estimate(uncached_tokens, now)) is not None:
+            claim.done()
+            raise rate_limited(limit)
+        claim._charged = uncached_tokens
+        queue = self._open
+        claim._queue = queue
+        claim._ticket = queue.offer(claim.caller.tenant, claim.caller.weight, uncached_tokens, 0, now, 0.0, False)
+        if limiter.limits_tokens:
+            self.running.add(claim)
+
     def charge_running(self, now: float) -> None:
         """Charge the output of all running requests whose keys have a token limit."""
         for request in self.running:

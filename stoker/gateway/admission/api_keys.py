@@ -57,6 +57,11 @@ class Caller:
             return None if requested is None else f"shared:{requested}"
         return self.salt if requested is None else f"{self.salt}:{requested}"
 
+    @property
+    def lowest_priority(self) -> int:
+        """Return the priority of flex requests, which run after all others."""
+        return self.priority + _MAX_STEPS
+
     def best_priority(self, requested: int | None) -> int:
         """Return the priority to use: a client may lower its priority by some steps, but not raise it above its key's."""
         return self.priority if requested is None else min(max(self.priority, requested), self.priority + _MAX_STEPS)

@@ -15,7 +15,7 @@ from waiting import LONG_S
 from world import Got, World, _got
 
 from stoker.gateway.admission.api_keys import ApiKeys, new_key
-from stoker.gateway.config import KeySettings, ResponsesSettings
+from stoker.gateway.config import BatchSettings, KeySettings, ResponsesSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects.tenant_objects import TenantObjects
 from stoker.gateway.store.sqlite import SqliteStore
@@ -103,6 +103,7 @@ class Keys:
 
 
 FAST = ResponsesSettings(lease_s=1.0)
+FAST_BATCHES = BatchSettings(poll_s=0.05)
 
 
 @asynccontextmanager
@@ -120,6 +121,7 @@ async def stored_world(
             StoreThreads(SqliteStore(store)),
             ApiKeys(given) if not given else world.gateway._parts.keys,
             settings,
+            FAST_BATCHES,
             max_body_bytes=1 << 20,
             model_of=lambda name: name or "m",
         )
