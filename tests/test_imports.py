@@ -73,7 +73,7 @@ TABLE = {
     "gateway.watch": Allowed(
         f"{GATEWAY_BASE} gateway.prefix routing fleet text proto kv.blocks", "msgspec xxhash zmq", light=True
     ),
-    "gateway.admission": Allowed(f"{GATEWAY_BASE} fleet routing", "msgspec", light=True),
+    "gateway.admission": Allowed(f"{GATEWAY_BASE} gateway.store fleet routing", "msgspec", light=True),
     "gateway.store": Allowed("", "psycopg", light=True),
     "gateway.objects": Allowed(f"{GATEWAY_BASE} gateway.store gateway.admission proto", "msgspec", light=True),
     "gateway.records": Allowed(

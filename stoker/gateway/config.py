@@ -293,6 +293,13 @@ class MeterSettings:
         unit="tokens",
         ge=0,
     )
+    keep_days: float | None = setting(
+        None,
+        "How long usage rows, audit entries and the spending of sessions are kept. Sums of hours and days stay.",
+        unit="days",
+        gt=0,
+        default_text="forever",
+    )
     currency: str = setting("USD", "Currency of the prices, as shown by /v1/usage.")
 
     def __post_init__(self) -> None:
@@ -427,13 +434,13 @@ class TenantSettings:
 
 @dataclass(frozen=True, slots=True)
 class KeySettings:
-    """An API key and its limits. `stoker gateway --new-key NAME` creates one."""
+    """An API key and its limits. `stoker keys create NAME --print` prints one; `stoker keys create NAME` puts it in the store."""
 
     name: str = required("Name of the key.", pattern=_NAME, expected=_NAME_EXPECTED)
     sha256: str = required(
         "SHA-256 hash of the key.",
         pattern="[0-9a-f]{64}",
-        expected="64 lower-case hex digits, as `stoker gateway --new-key NAME` prints them",
+        expected="64 lower-case hex digits, as `stoker keys create NAME --print` prints them",
     )
     tenant: str = setting("default", "Tenant that the key belongs to.", pattern=_NAME, expected=_NAME_EXPECTED)
     priority: int = setting(0, "Best priority that a request with this key may ask for. Lower numbers run first.")
@@ -442,6 +449,19 @@ class KeySettings:
         None, "Maximum uncached prompt tokens and generated tokens per minute.", gt=0, default_text="no limit"
     )
     concurrency: int | None = setting(None, "Maximum requests at the same time.", ge=1, default_text="no limit")
+    budget: float | None = setting(
+        None,
+        "Maximum cost of all requests in a period, in the currency of the prices.",
+        gt=0,
+        le=1e9,
+        default_text="no limit",
+    )
+    budget_period: str = setting(
+        "total", "The period of the budget, in UTC. `total` never ends.", choices=("total", "day", "month")
+    )
+    session_budget: float | None = setting(
+        None, "Maximum cost of all requests of one session.", gt=0, le=1e9, default_text="no limit"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "key")

@@ -147,7 +147,7 @@ class World:
                 tracing=tracing or NoTracing(),
                 state=self.state,
                 admin=Nothing(),
-                metrics_page=MetricsEndpoint(self.metrics, (), is_open=not keys),
+                metrics_page=MetricsEndpoint(self.metrics, (), is_open=lambda: not keys),
                 usage=Nothing(),
                 registration=Nothing(),
                 tokenize=TokenizeEndpoint(

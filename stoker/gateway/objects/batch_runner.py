@@ -167,8 +167,7 @@ class BatchRunner:
         for i, batch in enumerate(batches):
             caller = self._keys.caller(batch.key_id)
             if caller is None or caller.tenant != batch.tenant:
-                self._begin_job(batch)
-                continue
+                continue  # its key was revoked: it waits, and expires
             free = self._settings.running - len(self._lines) - len(self._results)
             limit = -(-free // (len(batches) - i))
             if limit <= 0:
@@ -220,15 +219,12 @@ class BatchRunner:
                 keeper.cancel()
 
     async def _stop_running(self, batch: StoredBatch) -> None:
-        """End the running of a batch: all lines have results, its time is over, or its key is gone."""
+        """End the running of a batch if all lines have results, or its time is over."""
         now_s = self._unix_time()
-        caller = self._keys.caller(batch.key_id)
         is_left = await self._store.read(partial(table.num_waiting_lines, batch_id=batch.id))
-        if caller is not None and caller.tenant == batch.tenant and is_left and batch.due_s > now_s:
+        if is_left and batch.due_s > now_s:
             return
         batch.status, batch.details.finalizing_at = "finalizing", int(now_s)
-        if caller is None:
-            batch.status, batch.details.cancelling_at = "cancelling", int(now_s)
         await self._store.write(partial(table.set_status, batch=batch, was=("in_progress",)))
 
     async def _lease(self, batch_id: str) -> StoredBatch | None:

@@ -108,6 +108,7 @@ class StoredResponses:
         keys: ApiKeys,
         settings: ResponsesSettings,
         *,
+        name: str,
         max_body_bytes: int,
         model_of: Callable[[str | None], str],
         unix_time: Callable[[], float] = time.time,
@@ -121,7 +122,7 @@ class StoredResponses:
         self._unix_time = unix_time
         self._max_bytes = int(settings.max_mib * (1 << 20))
         self._max_tenant_bytes = int(settings.max_tenant_mib * (1 << 20))
-        self.runs = ResponseRuns(store, keys, settings, f"gw_{secrets.token_hex(8)}", unix_time)
+        self.runs = ResponseRuns(store, keys, settings, name, unix_time)
         store.store.declare(QUOTA_TABLES)
         store.store.declare(RESPONSE_TABLES)
 

@@ -55,18 +55,21 @@ class TenantObjects:
         settings: ResponsesSettings,
         batch_settings: BatchSettings,
         *,
+        name: str,
         max_body_bytes: int,
         model_of: Callable[[str | None], str],
         unix_time: Callable[[], float] = time.time,
     ) -> None:
+        """`name` is that of this gateway; no other one has it."""
         self._store = store
         self._unix_time = unix_time
         self.responses = StoredResponses(
-            store, keys, settings, max_body_bytes=max_body_bytes, model_of=model_of, unix_time=unix_time
+            store, keys, settings, name=name, max_body_bytes=max_body_bytes, model_of=model_of, unix_time=unix_time
         )
-        owner, lease_s = self.responses.runs.owner, settings.lease_s
         self.files = FilesEndpoint(store, keys, batch_settings, unix_time)
-        self.batches = BatchesEndpoint(store, keys, batch_settings, owner=owner, lease_s=lease_s, unix_time=unix_time)
+        self.batches = BatchesEndpoint(
+            store, keys, batch_settings, owner=name, lease_s=settings.lease_s, unix_time=unix_time
+        )
         self._expiry: asyncio.Task[None] | None = None
 
     def open(self, generate: Generate) -> None:
@@ -81,7 +84,6 @@ class TenantObjects:
             await asyncio.gather(self._expiry, return_exceptions=True)
         await self.batches.runner.close()
         await self.responses.runs.close()
-        await asyncio.to_thread(self._store.close)
 
     async def create_response(self, request: HttpRequest, generate: Generate) -> None:
         await self.responses.create(request, generate)

@@ -201,6 +201,7 @@ class Gateway:
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = request.caller  # FrontGate has authenticated it
+        await parts.admission.prepare(caller)
         admitted = parts.admission.claim(caller)
         keeps_charge = False
         try:
@@ -215,6 +216,8 @@ class Gateway:
             parts.metrics.keys_s.observe(parts.clock() - began_s)
             session = session_of(request.head.by_name, envelope, caller.tenant)
             exchange.session = session.session
+            if caller.budgets.limits_sessions:
+                await parts.admission.charge_session(admitted, session.session)
             query = _query(model, envelope, session, conversation)
             arrived_s, trace = exchange.arrived_s, exchange.trace
             seed, tenant = random.getrandbits(53), caller.tenant
@@ -248,7 +251,8 @@ class Gateway:
             try:
                 usage = None if exchange.call is None else self._settled_usage(exchange.call)
                 if usage is not None and not keeps_charge:
-                    admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
+                    uncached = usage.prompt_tokens - usage.cached_tokens
+                    admitted.done(uncached, usage.completion_tokens, usage.cached_tokens)
             finally:
                 admitted.done()
 
@@ -259,7 +263,7 @@ class Gateway:
         slot = await parts.flex.enter(exchange.model, exchange.request.on_preempt)
         try:
             entering.end()
-            parts.admission.enter_beside(admitted, self._uncached_tokens(call.query))
+            parts.admission.enter_beside(admitted, self._uncached_tokens(call.query), lane=exchange.model)
             self._begin_usage(exchange, call, admitted)
             await parts.proxy.run(call)
         finally:
@@ -272,7 +276,7 @@ class Gateway:
             exchange.queued_s = admitted.waited_s
             call.query.matches = None  # outdated: other requests were routed in the meantime
         call.on_first_byte = admitted.first_token
-        if admitted.caller.limiter.limits_tokens:
+        if admitted.tracks_output:
             admitted.output_tokens = partial(self._output_tokens, call, self._parts.clock())
 
     def _output_tokens(self, call: Call, admitted_s: float) -> int:

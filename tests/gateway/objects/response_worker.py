@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -117,11 +118,13 @@ async def stored_world(
     """A gateway whose objects lie in the SQLite file `store`."""
     given: Sequence[KeySettings] = keys.settings if keys is not None else ()
     async with World(keys=given) as world:
+        threads = StoreThreads(SqliteStore(store))
         objects = TenantObjects(
-            StoreThreads(SqliteStore(store)),
+            threads,
             ApiKeys(given) if not given else world.gateway._parts.keys,
             settings,
             FAST_BATCHES,
+            name=secrets.token_hex(8),
             max_body_bytes=1 << 20,
             model_of=lambda name: name or "m",
         )
@@ -132,6 +135,7 @@ async def stored_world(
             yield world
         finally:
             await objects.close()
+            threads.close()
 
 
 async def call(
