@@ -34,7 +34,7 @@ from stoker.gateway.admission.key_watch import KeyWatch, NoKeyWatch
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
-from stoker.gateway.gauges import add_gauges, add_store_gauges
+from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
@@ -128,6 +128,7 @@ class GatewayServer:
 
     def begin_drain(self) -> None:
         self.state.begin_drain()
+        self.objects.begin_drain()
 
     async def wait_idle(self) -> None:
         await self.state.wait_idle()
@@ -243,6 +244,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
+    add_flex_gauges(metrics, flex)
     if store is not None:
         add_store_gauges(metrics, store)
     return GatewayServer(

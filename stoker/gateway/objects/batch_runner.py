@@ -34,7 +34,7 @@ ENDPOINTS = {
     COMPLETIONS_PATH: EndpointKind.COMPLETIONS,
     RESPONSES_PATH: EndpointKind.RESPONSES,
 }
-_MAX_BATCHES = 64  # that a gateway looks at
+_MAX_BATCHES = 1000  # that a gateway looks at
 _GATHER_S = 0.02  # results of this time are written together
 _BUSY = frozenset({429, 503})  # the line waits
 _BROKEN = frozenset({500, 502, 504})  # the line is tried again a few times
@@ -94,6 +94,8 @@ class BatchRunner:
         self._running: set[str] = set()  # the batches whose lines may run
         self._requests: dict[tuple[str, int], InternalRequest] = {}
         self._results: list[tuple[BatchLine, bool, bytes]] = []  # not written yet
+        self._returned: list[tuple[str, int]] = []  # lines that ended without a result, to give back
+        self._is_draining = False
         self._wake = asyncio.Event()
         self._renewed_s = 0.0
 
@@ -112,10 +114,15 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if lines or self._results:
+        self._returned += lines
+        if self._returned or self._results:
             with suppress(StokerError):  # otherwise the leases expire by themselves
                 await self._write_results()
-                await self._store.write(partial(table.renew_lines, owner=self._owner, lines=lines, lease_s=0.0))
+
+    def begin_drain(self) -> None:
+        """Stop the lines that run and claim no others, so that the gateway can stop."""
+        self._is_draining = True
+        self._wake.set()
 
     def wake(self) -> None:
         """Look for work now."""
@@ -140,6 +147,9 @@ class BatchRunner:
             results = list(self._results)
             await self._store.write(partial(table.end_lines, owner=self._owner, results=results))
             del self._results[: len(results)]
+        if self._returned:
+            returned, self._returned = self._returned, []
+            await self._store.write(partial(table.renew_lines, owner=self._owner, lines=returned, lease_s=0.0))
 
     async def _look(self) -> None:
         """Begin what can be begun, stop what must stop, and keep the leases."""
@@ -151,25 +161,33 @@ class BatchRunner:
             )
             await self._store.write(lease)
         batches = await self._store.read(partial(table.open_batches, limit=_MAX_BATCHES))
-        running = self._running = {
-            batch.id for batch in batches if batch.status == "in_progress" and batch.due_s > now_s
-        }
+        open_now = [] if self._is_draining else batches
+        running = self._running = {one.id for one in open_now if one.status == "in_progress" and one.due_s > now_s}
         for (batch_id, _), request in list(self._requests.items()):
             if batch_id not in running:
                 request.lose()
+        if self._is_draining:
+            return
+        by_tenant: dict[str, list[StoredBatch]] = {}
         for batch in batches:
-            if batch.id not in running:
+            if batch.id in running:
+                by_tenant.setdefault(batch.tenant, []).append(batch)
+            else:
                 self._begin_job(batch)
-        await self._claim([batch for batch in batches if batch.id in running], now_s)
+        for mine in by_tenant.values():
+            await self._claim(mine, -(-self._settings.running // len(by_tenant)), now_s)
 
-    async def _claim(self, batches: list[StoredBatch], now_s: float) -> None:
-        """Claim lines for the free places, from all batches alike."""
-        for i, batch in enumerate(batches):
+    async def _claim(self, batches: list[StoredBatch], most: int, now_s: float) -> None:
+        """Claim lines of one tenant's batches, the oldest first. The tenant may have `most` lines at a time."""
+        ids = {batch.id for batch in batches}
+        for batch in batches:
             caller = self._keys.caller(batch.key_id)
             if caller is None or caller.tenant != batch.tenant:
                 continue  # its key was revoked: it waits, and expires
-            free = self._settings.running - len(self._lines) - len(self._results)
-            limit = -(-free // (len(batches) - i))
+            limit = min(
+                most - sum(batch_id in ids for batch_id, _ in self._lines),
+                self._settings.running - len(self._lines) - len(self._results),
+            )
             if limit <= 0:
                 return
             claim = partial(
@@ -251,6 +269,8 @@ class BatchRunner:
     def _line_ended(self, key: tuple[str, int]) -> None:
         self._lines.pop(key, None)
         self._requests.pop(key, None)
+        if not any((line.batch_id, line.line) == key for line, _, _ in self._results):
+            self._returned.append(key)
         self._wake.set()
 
     async def _run_line(self, batch: StoredBatch, line: BatchLine, caller: Caller) -> None:

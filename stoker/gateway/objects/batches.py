@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from stoker.gateway.objects import batch_table as table
 from stoker.gateway.objects.batch_runner import ENDPOINTS, BatchRunner
 from stoker.gateway.objects.batch_table import BATCH_TABLES, BatchDetails, StoredBatch
 from stoker.gateway.objects.file_table import get_file
+from stoker.gateway.objects.object_ids import is_object_id
 from stoker.gateway.objects.pages import list_object, page_of
 from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads
@@ -110,7 +112,8 @@ class BatchesEndpoint:
         )
 
         def work(changes: Transaction) -> int:
-            file = get_file(changes, caller.tenant, batch.input_file_id)
+            file_id = batch.input_file_id
+            file = get_file(changes, caller.tenant, file_id) if is_object_id(file_id) else None
             if file is None:
                 raise InvalidRequest(
                     f"Invalid value for 'input_file_id': no file {batch.input_file_id[:80]!r}.", param="input_file_id"
@@ -159,7 +162,8 @@ class BatchesEndpoint:
         return json_reply(batch.shown())
 
     async def _get(self, caller: Caller, batch_id: str) -> StoredBatch:
-        batch = await self._store.read(lambda reader: table.get_batch(reader, caller.tenant, batch_id))
+        read = partial(table.get_batch, tenant=caller.tenant, batch_id=batch_id)
+        batch = await self._store.read(read) if is_object_id(batch_id) else None
         if batch is None:
             raise NotFound(f"No batch with id '{batch_id[:80]}' found.", param="id", code="not_found")
         return batch

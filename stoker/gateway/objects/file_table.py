@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -117,13 +117,6 @@ def piece(reader: Transaction, file_id: str, number: int) -> bytes | None:
     """Return a piece of a file, or None after its last one."""
     rows = list(reader.execute("SELECT data FROM file_pieces WHERE file_id = ? AND number = ?", (file_id, number)))
     return zlib.decompress(bytes(rows[0][0])) if rows else None
-
-
-def pieces(reader: Transaction, file_id: str) -> Iterator[bytes]:
-    number = 0
-    while (data := piece(reader, file_id, number)) is not None:
-        yield data
-        number += 1
 
 
 def delete_file(changes: Transaction, tenant: str, file_id: str) -> bool:

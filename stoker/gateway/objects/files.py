@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects import file_table as table
 from stoker.gateway.objects.file_table import FILE_TABLES, PIECE_BYTES, StoredFile
 from stoker.gateway.objects.multipart import FormPart, read_form
+from stoker.gateway.objects.object_ids import is_object_id
 from stoker.gateway.objects.pages import list_object, page_of
 from stoker.gateway.objects.quota import QUOTA_TABLES, add_bytes
+from stoker.gateway.objects.slow_clients import wait_for_room
 from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 
@@ -58,7 +61,8 @@ class FilesEndpoint:
             case _, "", b"DELETE":
                 return await self._delete(caller, file_id)
             case _, "content", b"GET":
-                return await self._content(caller, file_id)
+                await self._content(request, caller, file_id)
+                return None
             case _, "" | "content", _:
                 return method_not_allowed(request.path, request.method, [b"GET"])
         raise NotFound(f"No such path: {request.path.decode('latin-1')}.", code="unknown_url")
@@ -113,6 +117,8 @@ class FilesEndpoint:
     async def _list(self, request: HttpRequest, caller: Caller) -> Reply:
         page = page_of(request.query, max_limit=_MAX_LIMIT)
         purpose = parse_qs(request.query.decode("ascii")).get("purpose", [None])[-1]
+        if purpose is not None and purpose not in (*_PURPOSES, "batch_output"):
+            raise InvalidRequest(f"Invalid value for 'purpose': {purpose[:40]!r}.", param="purpose")
 
         def work(reader: Transaction) -> list[StoredFile]:
             after = None if page.after is None else table.get_file(reader, caller.tenant, page.after)
@@ -124,18 +130,33 @@ class FilesEndpoint:
         shown = [file.shown() for file in found[: page.limit]]
         return json_reply(list_object(shown, has_more=len(found) > page.limit))
 
-    async def _content(self, caller: Caller, file_id: str) -> Reply:
+    async def _content(self, request: HttpRequest, caller: Caller, file_id: str) -> None:
+        """Stream the content, because a file may be larger than memory allows."""
         file = await self._get(caller, file_id)
-        data = await self._store.read(lambda reader: b"".join(table.pieces(reader, file.id)))
-        return Reply(200, [(b"content-type", b"application/octet-stream")], data)
+        request.on_gone = request.task.cancel
+        request.start(200, [(b"content-type", b"application/octet-stream")])
+        number = 0
+        try:
+            while (data := await self._store.read(partial(table.piece, file_id=file.id, number=number))) is not None:
+                request.write(data)
+                await wait_for_room(request)
+                number += 1
+        except asyncio.CancelledError:
+            if not request.gone:
+                raise
+            return
+        request.finish()
 
     async def _delete(self, caller: Caller, file_id: str) -> Reply:
-        if not await self._store.write(lambda changes: table.delete_file(changes, caller.tenant, file_id)):
+        if not is_object_id(file_id) or not await self._store.write(
+            lambda changes: table.delete_file(changes, caller.tenant, file_id)
+        ):
             raise _not_found(file_id)
         return json_reply({"id": file_id, "object": "file", "deleted": True})
 
     async def _get(self, caller: Caller, file_id: str) -> StoredFile:
-        file = await self._store.read(lambda reader: table.get_file(reader, caller.tenant, file_id))
+        read = partial(table.get_file, tenant=caller.tenant, file_id=file_id)
+        file = await self._store.read(read) if is_object_id(file_id) else None
         if file is None:
             raise _not_found(file_id)
         return file

@@ -36,6 +36,8 @@ class NoObjects:
 
     def open(self, generate: Generate) -> None: ...
 
+    def begin_drain(self) -> None: ...
+
     async def close(self) -> None: ...
 
     async def create_response(self, request: HttpRequest, generate: Generate) -> None:
@@ -77,6 +79,10 @@ class TenantObjects:
         self.responses.runs.open(generate)
         self.batches.runner.open(generate)
         self._expiry = asyncio.get_running_loop().create_task(self._expire_often())
+
+    def begin_drain(self) -> None:
+        """Stop work that other gateways can do. Responses that run in the background go on."""
+        self.batches.runner.begin_drain()
 
     async def close(self) -> None:
         if self._expiry is not None:
