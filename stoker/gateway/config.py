@@ -372,6 +372,11 @@ class BatchSettings:
         gt=0,
     )
     running: int = setting(64, "Maximum lines of all batches that a gateway works on at a time.", ge=1)
+    insist_after: int = setting(
+        10,
+        "A line that interactive requests have preempted this often is not preempted again. Only one line at a time insists.",
+        ge=1,
+    )
     poll_s: float = setting(1.0, "How often a gateway looks for batches to work on.", unit="s", gt=0)
 
     def __post_init__(self) -> None:

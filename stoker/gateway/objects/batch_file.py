@@ -30,7 +30,7 @@ class BatchReader:
         self._endpoint = endpoint
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
-        self._rest = b""
+        self._rest = bytearray()  # the beginning of a line whose end has not come
         self._seen: set[str] = set()
         self._num_lines = 0
         self.num_requests = 0
@@ -44,7 +44,11 @@ class BatchReader:
 
     def push(self, data: bytes) -> list[tuple[int, str, bytes]]:
         """Return the requests in the whole lines so far: number of the line, custom id and body."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        first, *others = data.split(b"\n")
+        self._rest += first
+        lines = [bytes(self._rest), *others[:-1]] if others else []
+        if others:
+            self._rest = bytearray(others[-1])
         if len(self._rest) > self._max_line_bytes:
             self._wrong(
                 "line_too_long", f"The line is longer than {self._max_line_bytes} bytes.", at=self._num_lines + 1
@@ -54,7 +58,7 @@ class BatchReader:
 
     def finish(self) -> list[tuple[int, str, bytes]]:
         """Return the request in a last line without a line break."""
-        rest, self._rest = self._rest, b""
+        rest, self._rest = bytes(self._rest), bytearray()
         last = self._request(rest) if rest else None
         if not self.num_requests and not self.errors:
             self._wrong("empty_file", "The input file has no requests.", at=None)

@@ -95,6 +95,7 @@ class BatchRunner:
         self._requests: dict[tuple[str, int], InternalRequest] = {}
         self._results: list[tuple[BatchLine, bool, bytes]] = []  # not written yet
         self._returned: list[tuple[str, int]] = []  # lines that ended without a result, to give back
+        self._insisting: BatchLine | None = None  # the one line that is not preempted
         self._is_draining = False
         self._wake = asyncio.Event()
         self._renewed_s = 0.0
@@ -269,15 +270,20 @@ class BatchRunner:
     def _line_ended(self, key: tuple[str, int]) -> None:
         self._lines.pop(key, None)
         self._requests.pop(key, None)
+        if self._insisting is not None and (self._insisting.batch_id, self._insisting.line) == key:
+            self._insisting = None
         if not any((line.batch_id, line.line) == key for line, _, _ in self._results):
             self._returned.append(key)
         self._wake.set()
 
     async def _run_line(self, batch: StoredBatch, line: BatchLine, caller: Caller) -> None:
-        num_broken, wait_s = 0, _RETRY_S
+        num_broken, num_preempted, wait_s = 0, 0, _RETRY_S
         while line.batch_id in self._running:
+            if num_preempted >= self._settings.insist_after and self._insisting is None:
+                self._insisting = line
             sink, was_preempted = await self._attempt(batch, line, caller)
             if was_preempted:
+                num_preempted += 1
                 continue
             if sink.status in _BROKEN:
                 num_broken += 1
@@ -295,7 +301,7 @@ class BatchRunner:
 
         async def run() -> bool:
             request = InternalRequest(head, line.request, caller, sink)
-            request.on_preempt = request.lose
+            request.on_preempt = None if self._insisting is line else request.lose
             self._requests[line.batch_id, line.line] = request
             await generate(request, ENDPOINTS[batch.endpoint])
             return request.gone
