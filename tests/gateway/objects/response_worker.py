@@ -104,7 +104,7 @@ class Keys:
 
 
 FAST = ResponsesSettings(lease_s=1.0)
-FAST_BATCHES = BatchSettings(poll_s=0.05)
+FAST_BATCHES = BatchSettings(poll_s=0.05, insist_after=3)
 
 
 @asynccontextmanager

@@ -346,3 +346,61 @@ async def test_a_file_of_any_bytes_is_kept_and_deleted(tmp_path: Path) -> None:
         assert await store.read(lambda reader: list(reader.execute("SELECT SUM(num_bytes) FROM object_bytes"))) == [
             (0,)
         ]
+
+
+async def test_a_draining_gateway_gives_its_lines_back(tmp_path: Path) -> None:
+    script = FakeChat(gate=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script) as world:
+        batch_id = await begin(world, [line(f"id-{i}", f"line {i}") for i in range(20)])
+        await until(lambda: world.workers["w"].num_running > 0)
+        objects = world.gateway._parts.objects
+        world.state.begin_drain()
+        objects.begin_drain()
+        async with asyncio.timeout(10):
+            await world.state.wait_idle()
+        await until(lambda: objects.batches.runner.num_running == 0)
+        await asyncio.sleep(0.2)
+        leased = "SELECT COUNT(*) FROM batch_lines WHERE lease_s > 0"
+        assert await objects._store.read(lambda reader: list(reader.execute(leased))) == [(0,)]
+        assert script.gate is not None
+        script.gate.set()
+        async with stored_world(tmp_path / "s.db", script) as other:
+            assert (await ended(other, batch_id))["request_counts"]["completed"] == 20
+
+
+async def test_tenants_share_the_places_for_lines(tmp_path: Path) -> None:
+    keys = Keys.of("one", "two")
+    script = FakeChat(gate=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script, keys=keys) as world:
+        for _ in range(3):
+            await begin(world, [line(f"id-{i}", f"line {i}") for i in range(200)], keys.header("one"))
+        runner = world.gateway._parts.objects.batches.runner
+        await until(lambda: runner.num_running == 64)  # batch.running
+        late = await begin(world, [line("late", "line late")], keys.header("two"))
+        assert script.gate is not None
+        script.gate.set()
+        for _ in range(500):
+            got = (await call(world, "GET", f"/v1/batches/{late}", headers=keys.header("two"))).json
+            if got["status"] == "completed":
+                break
+            await asyncio.sleep(0.02)
+        assert got["status"] == "completed"
+        assert script.answered.total() < 400, "it did not wait for the lines of the other tenant"
+
+
+async def test_a_line_that_is_always_preempted_runs_at_last(tmp_path: Path) -> None:
+    script = FakeChat(gate=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script) as world:
+        batch_id = await begin(world, [line("a", "line a")])
+        now = {"model": "m", "messages": [{"role": "user", "content": "now"}]}
+        for _ in range(3):  # batch.insist_after
+            await until(lambda: world.flex.num_running == 1 and world.workers["w"].num_running == 1)
+            assert (await world.ask(now)).status == 200
+            await until(lambda: world.flex.num_running == 0)
+            world.clock.advance(1.0)
+        await until(lambda: world.flex.num_running == 1 and world.workers["w"].num_running == 1)
+        assert (await world.ask(now)).status == 200
+        assert world.flex.num_running == 1
+        assert script.gate is not None
+        script.gate.set()
+        assert (await ended(world, batch_id))["request_counts"]["completed"] == 1
