@@ -30,13 +30,14 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.admission.budgets import spent_names
 from stoker.gateway.admission.capacity import Capacities
+from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.admission.key_watch import KeyWatch, NoKeyWatch
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
-from stoker.gateway.gauges import add_gauges, add_store_gauges
+from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
@@ -96,11 +97,11 @@ class GatewayServer:
     membership: Membership
     proxy: Proxy
     key_makers: PrefixKeyMakers
-    gateway: Gateway
-    objects: TenantObjects | NoObjects
     group: ProcessGroup
     keys: ApiKeys
     store: StoreThreads | None
+    gateway: Gateway
+    objects: TenantObjects | NoObjects
     key_watch: KeyWatch | NoKeyWatch
     leases: LimitLeases | NoLeases
     retention: Retention
@@ -140,6 +141,7 @@ class GatewayServer:
 
     def begin_drain(self) -> None:
         self.state.begin_drain()
+        self.objects.begin_drain()
 
     async def wait_idle(self) -> None:
         await self.state.wait_idle()
@@ -213,6 +215,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
+    flex = _flex(config, fleet, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
     group = ProcessGroup(
@@ -221,7 +224,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
     )
     aliases = ModelAliases({one.name: one.model for one in config.alias})
-    objects = _objects(config, threads, keys, partial(requested_model, fleet=fleet, aliases=aliases))
+    objects = _objects(config, threads, keys, name, partial(requested_model, fleet=fleet, aliases=aliases))
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -230,6 +233,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             proxy=proxy,
             keys=keys,
             admission=admission,
+            flex=flex,
             key_makers=key_makers,
             meter=meter,
             request_log=request_log,
@@ -278,6 +282,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
+    add_flex_gauges(metrics, flex)
     if store is not None:
         add_store_gauges(metrics, store)
     return GatewayServer(
@@ -288,11 +293,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         membership=membership,
         proxy=proxy,
         key_makers=key_makers,
-        gateway=gateway,
-        objects=objects,
         group=group,
         keys=keys,
         store=threads,
+        gateway=gateway,
+        objects=objects,
         key_watch=key_watch,
         leases=leases,
         retention=Retention(threads, config.meter.keep_days),
@@ -314,13 +319,30 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
 
 
+def _flex(config: GatewayConfig, fleet: Fleet, clock: Callable[[], float]) -> FlexGate:
+    capacities = Capacities(fleet, config.admission)
+
+    def num_workers(lane: str) -> int:
+        return len(fleet.models().get(lane, ()))
+
+    return FlexGate(
+        config.flex, lane=lambda model: capacities.lane(model, clock()), num_workers=num_workers, clock=clock
+    )
+
+
 def _objects(
-    config: GatewayConfig, threads: StoreThreads | None, keys: ApiKeys, model_of: Callable[[str | None], str]
+    config: GatewayConfig,
+    threads: StoreThreads | None,
+    keys: ApiKeys,
+    name: str,
+    model_of: Callable[[str | None], str],
 ) -> TenantObjects | NoObjects:
     if threads is None:
         return NoObjects()
     max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
-    return TenantObjects(threads, keys, config.responses, max_body_bytes=max_body_bytes, model_of=model_of)
+    return TenantObjects(
+        threads, keys, config.responses, config.batch, name=name, max_body_bytes=max_body_bytes, model_of=model_of
+    )
 
 
 def gateway_name() -> str:

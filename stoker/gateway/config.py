@@ -346,6 +346,52 @@ class ResponsesSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FlexSettings:
+    """Flex requests and the lines of batches, which use only idle capacity."""
+
+    concurrency: int = setting(8, "Maximum flex requests that run at a time, for each worker.", ge=1)
+    idle_requests: int = setting(
+        0,
+        "A model is idle for flex requests while it has at most this many interactive requests for each worker. More of them"
+        " than 0 make batches faster and interactive requests slower.",
+        ge=0,
+    )
+    quiet_s: float = setting(
+        0.5, "How long a model must have been idle before flex requests begin to run.", unit="s", ge=0
+    )
+    wait_s: float = setting(30.0, "Maximum wait of a flex request for idle capacity.", unit="s", gt=0)
+    max_waiting: int = setting(4096, "Maximum flex requests of a model that wait.", ge=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "flex")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """The Files and Batch API. They need a store."""
+
+    max_lines: int = setting(50_000, "Maximum requests in one batch.", ge=1)
+    max_batches: int = setting(32, "Maximum batches of an API key that have not ended.", ge=1)
+    max_tenant_mib: float = setting(4096.0, "Maximum size of a tenant's files, compressed.", unit="MiB", gt=0)
+    retention_s: float = setting(
+        30 * 86_400.0,
+        "How long a file or an ended batch is kept, unless a file's expires_after says less.",
+        unit="s",
+        gt=0,
+    )
+    running: int = setting(64, "Maximum lines of all batches that a gateway works on at a time.", ge=1)
+    insist_after: int = setting(
+        10,
+        "A line that interactive requests have preempted this often is not preempted again. Only one line at a time insists.",
+        ge=1,
+    )
+    poll_s: float = setting(1.0, "How often a gateway looks for batches to work on.", unit="s", gt=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "batch")
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """OpenTelemetry traces."""
 
@@ -460,6 +506,8 @@ class GatewayConfig:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     meter: MeterSettings = field(default_factory=MeterSettings)
     responses: ResponsesSettings = field(default_factory=ResponsesSettings)
+    flex: FlexSettings = field(default_factory=FlexSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()

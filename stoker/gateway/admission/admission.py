@@ -191,16 +191,7 @@ class Admission:
         request, as it does if the client leaves the queue: otherwise a busy fleet would turn off `requests_per_minute`.
         """
         caller, now = claim.caller, self.clock()
-        limiter = caller.limiter
-        if limiter.limits_tokens and (limit := limiter.estimate(uncached_tokens, now)) is not None:
-            raise rate_limited(limit)
-        if claim._budgets:
-            claim._price = self._price(lane)
-            cost = claim._price.input * uncached_tokens
-            if (refusal := _over_budget(claim._budgets, cost, now)) is not None:
-                raise refusal
-            claim._charge_money(cost, now)
-        claim._charged = uncached_tokens
+        self._charge_prompt(claim, uncached_tokens, lane, now)
         queue = self._queue_of(lane, now)
         queue_s, priority = self._settings.queue_s, caller.best_priority(priority)
         try:
@@ -213,7 +204,33 @@ class Admission:
             claim.done()
             raise
         claim._queue, claim._ticket, claim.waited_s = queue, ticket, ticket.admitted_s - now
-        if limiter.limits_tokens or claim._budgets:
+        self._watch_output(claim)
+
+    def enter_beside(self, claim: AdmittedRequest, uncached_tokens: int, *, lane: str) -> None:
+        """Admit a claimed request that does not use the queue: a flex request has its own (`flex.py`).
+
+        Raises Overloaded if its key has not enough tokens or money left.
+        """
+        caller, now = claim.caller, self.clock()
+        self._charge_prompt(claim, uncached_tokens, lane, now)
+        claim._queue = self._open
+        claim._ticket = self._open.offer(caller.tenant, caller.weight, uncached_tokens, 0, now, 0.0, False)
+        self._watch_output(claim)
+
+    def _charge_prompt(self, claim: AdmittedRequest, uncached_tokens: int, lane: str, now: float) -> None:
+        limiter = claim.caller.limiter
+        if limiter.limits_tokens and (limit := limiter.estimate(uncached_tokens, now)) is not None:
+            raise rate_limited(limit)
+        if claim._budgets:
+            claim._price = self._price(lane)
+            cost = claim._price.input * uncached_tokens
+            if (refusal := _over_budget(claim._budgets, cost, now)) is not None:
+                raise refusal
+            claim._charge_money(cost, now)
+        claim._charged = uncached_tokens
+
+    def _watch_output(self, claim: AdmittedRequest) -> None:
+        if claim.tracks_output:
             self.running.add(claim)
             if self._charging is None:
                 self._charging = asyncio.get_running_loop().call_later(_CHARGE_S, self._charge)

@@ -59,6 +59,11 @@ class Caller:
             return None if requested is None else f"shared:{requested}"
         return self.salt if requested is None else f"{self.salt}:{requested}"
 
+    @property
+    def lowest_priority(self) -> int:
+        """Return the priority of flex requests, which run after all others."""
+        return self.priority + _MAX_STEPS
+
     def best_priority(self, requested: int | None) -> int:
         """Return the priority to use: a client may lower its priority by some steps, but not raise it above its key's."""
         return self.priority if requested is None else min(max(self.priority, requested), self.priority + _MAX_STEPS)
@@ -128,7 +133,8 @@ class ApiKeys:
         """Return the caller of a key by its name, for work that outlives its request. None if the key is gone."""
         if self._anonymous is not None:
             return self._anonymous if key_id == ANONYMOUS else None
-        return next((caller for _, caller in self._by_digest.values() if caller.key_id == key_id), None)
+        key = self._by_name.get(key_id)
+        return None if key is None else self._callers.get(key)
 
     def authenticate(self, request: HasHeaders) -> Caller:
         if self._anonymous is not None:

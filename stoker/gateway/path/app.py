@@ -26,6 +26,7 @@ from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
 from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
@@ -51,7 +52,7 @@ from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.running_usage import UsageLedger
-from stoker.gateway.records.tracing import Tracing
+from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
@@ -113,6 +114,7 @@ class GatewayParts:
     proxy: Proxy
     keys: ApiKeys
     admission: Admission
+    flex: FlexGate
     key_makers: ConversationKeySource
     meter: UsageLedger
     request_log: UsageRecorder
@@ -228,16 +230,23 @@ class Gateway:
             call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, tenant)
             exchange.call = call
             entering = trace.begin("admission")
-            await parts.admission.enter(
-                admitted,
-                self._uncached_tokens(query),
-                lane=model,
-                reject_if_busy=_rejects_if_busy(request, envelope),
-                priority=envelope.priority if isinstance(envelope.priority, int) else None,
-            )
-            entering.end()
-            self._begin_usage(exchange, call, admitted)
-            await parts.proxy.run(call)
+            if envelope.is_flex:
+                await self._run_flex(exchange, call, admitted, entering)
+                return
+            lane = parts.flex.interactive_began(model)
+            try:
+                await parts.admission.enter(
+                    admitted,
+                    self._uncached_tokens(query),
+                    lane=model,
+                    reject_if_busy=_rejects_if_busy(request, envelope),
+                    priority=envelope.priority if isinstance(envelope.priority, int) else None,
+                )
+                entering.end()
+                self._begin_usage(exchange, call, admitted)
+                await parts.proxy.run(call)
+            finally:
+                parts.flex.interactive_ended(lane)
         except Exception as error:
             if exchange.call is not None and not request.started:
                 exchange.call.running.update(0, 0, 0)  # the client got nothing, so nothing is billed
@@ -252,6 +261,19 @@ class Gateway:
                     admitted.done(uncached, usage.completion_tokens, usage.cached_tokens)
             finally:
                 admitted.done()
+
+    async def _run_flex(self, exchange: Exchange, call: Call, admitted: AdmittedRequest, entering: TraceSpan) -> None:
+        """Run a request that uses only idle capacity, at the lowest priority of its key."""
+        parts, priority = self._parts, admitted.caller.lowest_priority
+        call.put["priority"] = b"%d" % priority
+        slot = await parts.flex.enter(exchange.model, exchange.request.on_preempt)
+        try:
+            entering.end()
+            parts.admission.enter_beside(admitted, self._uncached_tokens(call.query), lane=exchange.model)
+            self._begin_usage(exchange, call, admitted)
+            await parts.proxy.run(call)
+        finally:
+            slot.end()
 
     def _begin_usage(self, exchange: Exchange, call: Call, admitted: AdmittedRequest) -> None:
         """Write the ledger's row of an admitted request ahead."""
