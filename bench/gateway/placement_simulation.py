@@ -23,6 +23,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from bench.contract import Needs, Report, Result
 from bench.support.placement_load import (
@@ -41,15 +42,16 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import WorkerSpec
-from stoker.gateway.watch.other_work import OtherWork
-from stoker.proto.work import WorkChange
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
+if TYPE_CHECKING:
+    from stoker.proto.work import WorkChange
+
 NAME = "placement_simulation"
 HELP = "hit ratio and load skew of agent sessions through the real router in virtual time, for many seeds"
-NEEDS = Needs()
+NEEDS = Needs(packages=("msgspec",))
 KEY_CHARS, CHARS_PER_TOKEN = 1024, 4  # of the router's text blocks
 JSON_CHARS = 34  # around a message's content, in the body
 
@@ -108,6 +110,8 @@ class SimulatedGateway:
     """One gateway's own view of the workers."""
 
     def __init__(self, name: str, workers: Iterable[WorkerId], policy: str) -> None:
+        from stoker.gateway.watch.other_work import OtherWork
+
         self.name = name
         self.fleet = Fleet()
         for worker_id in workers:
@@ -181,6 +185,8 @@ class Simulation:
             max_output_tokens=1,
             session=f"session-{session}" if self.with_session else None,
         )
+        from stoker.proto.work import WorkChange
+
         gateway = self.gateways[self.num_requests % len(self.gateways)]
         self.num_requests += 1
         route = gateway.router.route(query, now)
