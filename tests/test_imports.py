@@ -51,12 +51,13 @@ TABLE = {
     "sched": Allowed("kv.blocks", light=True),
     "spec": Allowed("sched kv.blocks", "numpy", light=True),
     "kernels": Allowed("", ENGINE_SIDE),
-    "layers": Allowed("kernels kv.blocks kv.device", ENGINE_SIDE),
-    "models": Allowed("layers checkpoint.weight_files kv.blocks", ENGINE_SIDE),
-    "engine": Allowed("sched spec kv models checkpoint.weight_files layers kernels", ENGINE_SIDE),
+    "parallel": Allowed("sched kv.blocks kernels", ENGINE_SIDE),
+    "layers": Allowed("kernels kv.blocks kv.device parallel", ENGINE_SIDE),
+    "models": Allowed("layers checkpoint.weight_files kv.blocks parallel", ENGINE_SIDE),
+    "engine": Allowed("sched spec kv models checkpoint.weight_files layers kernels parallel", ENGINE_SIDE),
     # Only the engine process joins the engine with proto, msgspec and xgrammar; the engine itself runs without them.
     "engine.process": Allowed(
-        "engine kv models checkpoint.weight_files sched spec text proto", f"{ENGINE_SIDE} msgspec xgrammar"
+        "engine kv models checkpoint.weight_files sched spec text proto parallel", f"{ENGINE_SIDE} msgspec xgrammar"
     ),
     "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
@@ -81,9 +82,12 @@ TABLE = {
         "msgspec opentelemetry prometheus_client",
         light=True,
     ),
+    "gateway.doctor": Allowed(
+        f"{GATEWAY_BASE} gateway.prefix gateway.admission.prices routing fleet proto", "msgspec", light=True
+    ),
     "gateway.path": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records routing fleet"
-        " proto kv.blocks",
+        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"
+        " fleet proto kv.blocks",
         "msgspec",
         light=True,
     ),

@@ -13,8 +13,8 @@ import jsonschema
 from bench.engine.structured_output import GrammarCase, GrammarOutcomes
 from stoker.base.config import EngineSettings
 from stoker.base.errors import InvalidRequest
-from stoker.engine.build import read_hf_config
 from stoker.engine.llm import LLM, LLMOutput
+from stoker.engine.model_identity import read_hf_config
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.models.family import family_of
 from stoker.proto.openai.chat import ChatRequest

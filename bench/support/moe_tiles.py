@@ -18,6 +18,7 @@ from stoker.kernels import moe_few, moe_many
 from stoker.kernels.gpu_timing import graph_s
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_triton, to_kernel_layout
+from stoker.kernels.moe_choice import ExpertRouter, Routing
 from stoker.kernels.moe_many import down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
@@ -95,10 +96,11 @@ def layers(shape: MoeShape, count: int, kind: str) -> list[Experts]:
     hidden, width, experts = shape.hidden, shape.width, shape.experts
     found = []
     for _ in range(count):
-        router = torch.empty(experts, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+        weight = torch.empty(experts, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+        router = ExpertRouter(weight, Routing(shape.top_k, renormalises=True))
         gate_up = make_weight(kind, experts * 2 * width, hidden)
         down = make_weight(kind, experts * hidden, width)
-        found.append(to_kernel_layout(router, gate_up, down, shape.top_k, True))
+        found.append(to_kernel_layout(router, gate_up, down))
     return found
 
 
@@ -124,40 +126,41 @@ class MoeBench:
     def lists(self, x: Tensor) -> list[Lists]:
         norm = (self._norm.weight, self._norm.eps)
         return [
-            list_by_expert(x, *norm, *router_logits(x, self._norm.weight, layer.router), layer.top_k, True)
+            list_by_expert(x, *norm, *router_logits(x, self._norm.weight, layer.router.weight), layer.router)
             for layer in self._layers
         ]
 
     def router(self, count: int, tile: RouterTile) -> float:
-        x, norm, router = self.tokens(count), self._norm.weight, self._layers[0].router
+        x, norm, router = self.tokens(count), self._norm.weight, self._layers[0].router.weight
         return graph_s([partial(router_logits, x, norm, router, tile)] * 20)
 
     def lists_and_sum(self, count: int) -> tuple[float, float]:
         """Seconds of making the token lists by expert, counts reset included, and of the weighted sum of the experts' outputs."""
         x, norm, layer = self.tokens(count), (self._norm.weight, self._norm.eps), self._layers[0]
-        logits, counts = router_logits(x, self._norm.weight, layer.router)
-        made = torch.empty(count * layer.top_k, x.shape[1], device="cuda", dtype=x.dtype)
-        weights = torch.rand(count, layer.top_k, device="cuda")
-        lists = graph_s([lambda: list_by_expert(x, *norm, logits, counts.zero_(), layer.top_k, True)] * 20)
+        top_k = self._shape.top_k
+        logits, counts = router_logits(x, self._norm.weight, layer.router.weight)
+        made = torch.empty(count * top_k, x.shape[1], device="cuda", dtype=x.dtype)
+        weights = torch.rand(count, top_k, device="cuda")
+        lists = graph_s([lambda: list_by_expert(x, *norm, logits, counts.zero_(), layer.router)] * 20)
         return lists, graph_s([partial(moe_many.combine, x, made, weights)] * 20)
 
     def few(self, count: int, gate_up: ExpertTile, down: ExpertTile) -> float:
         """Seconds of the two kernels for few tokens."""
         x = self.tokens(count)
         calls = [
-            partial(self._few, x, router_logits(x, self._norm.weight, layer.router)[0], layer, gate_up, down)
+            partial(self._few, x, router_logits(x, self._norm.weight, layer.router.weight)[0], layer, gate_up, down)
             for layer in self._layers
         ]
         return graph_s(calls * 4)
 
     def _few(self, x: Tensor, logits: Tensor, layer: Experts, gate_up: ExpertTile, down: ExpertTile) -> Tensor:
-        given = (x, self._norm.weight, self._norm.eps, logits)
+        given = (x, self._norm.weight, self._norm.eps, logits, layer.router)
         if isinstance(layer.gate_up, Tensor):
-            found = moe_few.gate_up_few(*given, layer.gate_up, layer.granule, layer.top_k, True, gate_up)
+            found = moe_few.gate_up_few(*given, layer.gate_up, layer.granule, gate_up)
         else:
-            found = quant_gate_up_few(*given, layer.gate_up, layer.top_k, True, gate_up)
+            found = quant_gate_up_few(*given, layer.gate_up, gate_up)
         run: Any = moe_few.down_few if isinstance(layer.down, Tensor) else quant_down_few
-        summed: Tensor = run(x, found, layer.down, True, down)
+        summed: Tensor = run(x, found, layer.down, down)
         return summed
 
     def gate_up(self, run: Any, lists: list[Lists], tile: PairTile) -> float:

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from stoker.base import garbage
 from stoker.base.errors import ModelFilesError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -33,15 +33,14 @@ _AHEAD_THREADS = 8
 # Blocks per read request. An import can hold the interpreter lock for tenths of a second while it loads a library. No new read
 # starts during that time, so that each request must be large enough to keep the drive busy.
 _RUN_BLOCKS = 16
-_PAGE = 4096  # direct I/O must be aligned to this
+PAGE_BYTES = 4096  # direct I/O must be aligned to this
 BLOCK_BYTES = 8 << 20  # the unit in which files are read
 _NOT_MAPPED = ctypes.c_void_p(-1).value
 _RESIDENT_RATIO = 0.95  # a block counts as cached when this part of its pages is in the page cache
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLocation:
-    """Where a tensor's bytes are in a safetensors file."""
+class TensorLocation(NamedTuple):
+    """Where a tensor's bytes are in a safetensors file. A tuple, because large models have 200,000 of them."""
 
     file: Path
     dtype: str
@@ -67,14 +66,17 @@ def stored_tensors(folder: Path) -> dict[str, TensorLocation]:
             f"{folder}: {len(missing)} of the {len(files)} files listed in {INDEX} are missing: {', '.join(missing[:5])}. "
             "Download them into this folder"
         )
-    headers = {file: read_header(folder / file) for file in files}
-    for name, file in places.items():
-        if name not in headers[file]:
-            raise ModelFilesError(
-                f"{folder / file} has no tensor {name!r}, although {INDEX} lists it there. The two files are from different "
-                "versions of the model: download the model again"
-            )
-    return {name: headers[file][name] for name, file in places.items()}
+    with garbage.paused():
+        headers = {file: read_header(folder / file) for file in files}
+        found: dict[str, TensorLocation] = {}
+        for name, file in places.items():
+            if (tensor := headers[file].get(name)) is None:
+                raise ModelFilesError(
+                    f"{folder / file} has no tensor {name!r}, although {INDEX} lists it there. The two files are from "
+                    "different versions of the model: download the model again"
+                )
+            found[name] = tensor
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -124,10 +126,8 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
     except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{file} is not a complete safetensors file ({error}): download it again") from error
     header_bytes, entries = header
-    tensors = {}
-    for name, entry in entries.items():
-        if name != "__metadata__":
-            tensors[name] = _tensor(file, name, entry, header_bytes)
+    entries.pop("__metadata__", None)
+    tensors = {name: _tensor(file, name, entry, header_bytes) for name, entry in entries.items()}
     end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=header_bytes)
     if end != num_bytes:
         raise ModelFilesError(
@@ -152,8 +152,9 @@ def _json_of(length: bytes, read: Any, num_bytes: int) -> tuple[int, dict[str, A
 def _tensor(file: Path, name: str, entry: Any, header_bytes: int) -> TensorLocation:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise ValueError(f"shape {shape} and data_offsets [{begin}, {end}] must be whole numbers of 0 or more")
+        for number in (*shape, begin, end):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"shape {shape} and data_offsets [{begin}, {end}] must be whole numbers of 0 or more")
         num_bytes = prod(shape) * NUM_BYTES[dtype]
         if begin < 0 or end - begin != num_bytes:
             raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
@@ -164,13 +165,12 @@ def _tensor(file: Path, name: str, entry: Any, header_bytes: int) -> TensorLocat
     return TensorLocation(file, dtype, shape, header_bytes + begin, num_bytes)
 
 
-def read_block(file: Path, number: int, into: memoryview) -> int:
-    """Read block `number` of a file, and as many following blocks as fit, into page-aligned memory. Return the number of bytes.
+def read_bytes(file: Path, offset: int, into: memoryview) -> int:
+    """Read bytes of a file from `offset` on, a multiple of a page, into page-aligned memory. Return the number of bytes.
 
     Bytes that are in the page cache are copied from there. Others are read with direct I/O, which is as fast as the drive and
     does not evict other data from the page cache.
     """
-    offset = number * BLOCK_BYTES
     fd = os.open(file, os.O_RDONLY)
     try:
         length = min(len(into), os.fstat(fd).st_size - offset)
@@ -204,7 +204,7 @@ def _is_resident(fd: int, offset: int, length: int) -> bool:
     if address == _NOT_MAPPED:
         return True
     try:
-        pages = ctypes.create_string_buffer(-(-length // _PAGE))
+        pages = ctypes.create_string_buffer(-(-length // PAGE_BYTES))
         if libc.mincore(address, length, pages):
             return True
         return pages.raw.count(1) >= _RESIDENT_RATIO * len(pages)
@@ -215,7 +215,7 @@ def _is_resident(fd: int, offset: int, length: int) -> bool:
 @cache
 def _libc() -> ctypes.CDLL | None:
     """Return the C library, or None on a system that is not Linux or has other page sizes."""
-    if sys.platform != "linux" or mmap.PAGESIZE != _PAGE:
+    if sys.platform != "linux" or mmap.PAGESIZE != PAGE_BYTES:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -231,7 +231,7 @@ def _read_directly(file: Path, into: memoryview, offset: int, length: int) -> in
     except (OSError, AttributeError):  # the file system or the platform has no direct I/O
         return 0
     try:
-        return os.preadv(fd, [into[: -(-length // _PAGE) * _PAGE]], offset)
+        return os.preadv(fd, [into[: -(-length // PAGE_BYTES) * PAGE_BYTES]], offset)
     except OSError:
         return 0
     finally:
@@ -297,7 +297,7 @@ def _uncached_blocks(file: Path, first: int) -> dict[int, memoryview]:
     if is_cached(file, first, _RUN_BLOCKS):
         return {}
     into = memoryview(mmap.mmap(-1, _RUN_BLOCKS * BLOCK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    read = into[: read_block(file, first, into)]
+    read = into[: read_bytes(file, first * BLOCK_BYTES, into)]
     return {first + at // BLOCK_BYTES: read[at : at + BLOCK_BYTES] for at in range(0, len(read), BLOCK_BYTES)}
 
 

@@ -15,13 +15,15 @@ from stoker.engine.device_drafter import Drafter, DraftStep, NoDrafter
 from stoker.engine.graphs import StepGraphs, StepOutputs
 from stoker.engine.packed import StepData, StepInputs, StepShape
 from stoker.engine.rows import RowTable
+from stoker.kernels import mla
 from stoker.kernels.dense import DensePlans
 from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.paged import Cutter, PagedSpans, fits, new_counters
 from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.step_inputs import step_inputs_triton
 from stoker.kernels.verify import head_lengths_triton, verify_triton
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.blocks.layout import KvGroup
+from stoker.kv.device.device_kv import DeviceKv, GroupKv
 from stoker.layers.batch import ForwardBatch, GroupInputs
 from stoker.models.family import Model
 from stoker.sched.draft_tape import max_heads
@@ -38,7 +40,18 @@ _EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their las
 
 def can_page(kv: DeviceKv) -> bool:
     """Return True if the GPU's kernels support this device and the shapes of all KV groups."""
-    return all(fits(kv.like, group.block_tokens, group.width) for group in kv.all_groups)
+    return all(_has_kernels(kv.like, group) for group in kv.all_groups)
+
+
+def _has_kernels(like: Tensor, group: GroupKv) -> bool:
+    if group.kind == "latent":
+        return mla.fits(like, group.all_pages, group.block_tokens, group.width)
+    return fits(like, group.block_tokens, group.width)
+
+
+def cut_heads(num_heads: int, group: KvGroup | GroupKv) -> tuple[int, int]:
+    """Return the query heads and the KV heads by which the attention of a group is cut into pieces."""
+    return mla.cut_heads(num_heads) if group.kind == "latent" else (num_heads, group.num_heads)
 
 
 class GpuSteps:
@@ -63,17 +76,20 @@ class GpuSteps:
         self._rows = rows
         self._drafter = drafter or NoDrafter()
         queries = [*[num_heads] * len(kv.groups), draft_heads]
-        shapes = [(heads, group.num_heads, group.width) for heads, group in zip(queries, kv.all_groups, strict=False)]
-        self._dense = DensePlans(kv.like, shapes)
-        sizes = ([shape[:2] for shape in shapes], kv.layout.block_tokens, kv.like.dtype)
+        groups = list(zip(queries, kv.all_groups, strict=False))
+        # The expanded form of latent attention (kernels/mla.py) does not go through cuDNN.
+        shapes = [(heads, group.num_heads, group.width) for heads, group in groups if group.kind != "latent"]
+        most_dense = 0 if model.has_sinks else min((group.extent for group in kv.groups if group.extent), default=None)
+        self._dense = DensePlans(kv.like, shapes, most_dense)
+        sizes = ([cut_heads(*group) for group in groups], kv.layout.block_tokens, kv.like.dtype)
         self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
         if exact:
-            self._cutter = cutter = ExactCutter.for_model(*sizes, rows.table.shape[1], kv.num_blocks)
-            self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * cutter.num_kv_heads)
+            self._cutter = cutter = ExactCutter.for_model(*sizes, rows.tables[0].shape[1], kv.sets[0].num_blocks)
+            self._finished = new_counters(kv.device, cutter.max_groups(rows.max_rows) * cutter.num_kv_heads)
         # cuDNN's attention rounds differently from the kernel that computes the other tokens of a prompt.
         self._uses_dense = not exact
         first, rest = _shapes(max_heads(rows.max_rows), captured_tokens, self._cutter)
-        self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
+        self._graphs = StepGraphs(self._forward, first, rest, kv.device)
 
     def warm_up(self) -> None:
         """Compile the kernels, and capture the shapes that most steps use."""
@@ -104,12 +120,12 @@ class GpuSteps:
             return captured.run(self._pack(data, captured.shape, samples))
         dense = data.take_dense_prefixes(self._dense.lengths) if self._uses_dense else ()
         shape = data.exact
-        packed = self._pack(data, shape, samples).to(self._kv.blocks.device, non_blocking=True)
+        packed = self._pack(data, shape, samples).to(self._kv.device, non_blocking=True)
         return self._forward(StepInputs.of(packed, shape), dense)
 
     def _pack(self, data: StepData, shape: StepShape, samples: bool) -> Tensor:
         """Pack the inputs into pinned memory. torch does not reuse it before the GPU has read it."""
-        packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.blocks.is_cuda)
+        packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.like.is_cuda)
         data.pack(packed.numpy(), shape, samples)
         return packed
 
@@ -117,9 +133,10 @@ class GpuSteps:
         rows, groups = self._rows, []
         for group in self._kv.all_groups:
             sizes = (group.num_heads, group.block_tokens, group.pages_per_block)
-            token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
-            where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
-            spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form)
+            table = rows.tables[group.kv_set]
+            token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, table, *sizes)
+            where = (table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
+            spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form, group.reach)
             groups.append(GroupInputs(slots, spans, group))
         num_groups, features = len(self._kv.groups), self._drafter.start()
         batch = ForwardBatch(token_ids, positions, tuple(groups[:num_groups]), *groups[num_groups:])

@@ -20,12 +20,14 @@ Memory is bounded: beyond `max_entries` (block, holder) pairs, the oldest blocks
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from stoker.base.ids import WorkerId
+from stoker.fleet.lost_blocks import BlockLosses, LossCause, NoLosses
 
 Key = int | bytes
 
@@ -72,8 +74,11 @@ class _Holder:
 class PrefixIndex:
     """The blocks of all workers of one model. See the module docstring."""
 
-    def __init__(self, max_entries: int = 2_000_000, expected_s: float = 30.0) -> None:
+    def __init__(
+        self, max_entries: int = 2_000_000, expected_s: float = 30.0, losses: BlockLosses | None = None
+    ) -> None:
         self._max_entries = max_entries
+        self._losses = NoLosses() if losses is None else losses
         self._expected_s = expected_s
         self._holders: dict[WorkerId, _Holder] = {}
         self._stores: dict[str, _Holder] = {}
@@ -136,6 +141,19 @@ class PrefixIndex:
             left ^= bit
         return found
 
+    def num_confirmed(self, worker_id: WorkerId, keys: Sequence[Key], blocks: int) -> int:
+        """Return how many of the first `blocks` blocks, which the worker holds, it has confirmed.
+
+        The others belong to requests that were routed to it a short time ago. It may still be computing them.
+        """
+        holder = self._holders.get(worker_id)
+        if holder is None or not blocks or not holder.has_events:
+            return blocks
+        held = holder.held[_DEVICE]
+        if held.get(keys[blocks - 1]) is not False:
+            return blocks
+        return bisect_left(keys, True, 0, blocks, key=lambda key: held.get(key) is False)
+
     def branches(self, key: Key) -> int:
         """Return how many different blocks have followed this one.
 
@@ -180,10 +198,10 @@ class PrefixIndex:
         """Record that the worker lost all its blocks in all tiers. Stores that it shares with others keep theirs."""
         holder = self._holders.get(worker_id)
         if holder is not None:
-            self._empty(holder)
+            self._empty(holder, "restarted")
             for store in holder.stores.values():
                 if store.members == holder.bit:
-                    self._empty(store)
+                    self._empty(store, "restarted")
 
     def share(self, worker_id: WorkerId, stores: Mapping[str, str]) -> None:
         """Set the worker's shared stores: for each medium, the name of the store that holds its blocks from now on."""
@@ -241,7 +259,7 @@ class PrefixIndex:
         """Drop a worker that has left the fleet."""
         holder = self._holders.pop(worker_id, None)
         if holder is not None:
-            self._empty(holder)
+            self._empty(holder, "left")
             left, holder.stores = holder.stores, {}
             self._leave(holder, left.values())
             del self._ids[holder.bit]
@@ -277,12 +295,12 @@ class PrefixIndex:
                 store.members &= ~holder.bit
         for name in [name for name, store in self._stores.items() if not store.members]:
             store = self._stores.pop(name)
-            self._empty(store)
+            self._empty(store, "left")
             self._taken ^= store.bit
 
-    def _empty(self, holder: _Holder) -> None:
+    def _empty(self, holder: _Holder, cause: LossCause) -> None:
         for tier, held in enumerate(holder.held):
-            self._drop(holder, tier, list(held))
+            self._drop(holder, tier, list(held), cause)
         holder.expected.clear()
 
     def _note_stored(self, num_blocks: int) -> None:
@@ -293,11 +311,12 @@ class PrefixIndex:
 
     def _evict(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
         before = self._num_entries
-        self._drop(holder, tier, keys)
+        self._drop(holder, tier, keys, "evicted")
         self._evicted_blocks = min(self._stored_blocks, self._evicted_blocks + before - self._num_entries)
 
-    def _drop(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
+    def _drop(self, holder: _Holder, tier: int, keys: Iterable[Key], cause: LossCause) -> None:
         held, masks, bit = holder.held[tier], self._masks[tier], holder.bit
+        lost: list[Key] = []
         for key in keys:
             if held.pop(key, None) is None:
                 continue
@@ -307,21 +326,24 @@ class PrefixIndex:
                 masks[key] = rest
             else:
                 del masks[key]
+                lost.append(key)
                 if tier == _DEVICE:
                     self._branches.pop(key, None)
+        if lost:
+            self._losses.note(lost, cause)
 
     def _drop_unconfirmed(self, holder: _Holder, now: float) -> None:
         held = holder.held[_DEVICE]
         while holder.expected and holder.expected[0].until <= now:
             keys = holder.expected.popleft().keys
-            self._drop(holder, _DEVICE, [key for key in keys if held.get(key) is False])
+            self._drop(holder, _DEVICE, [key for key in keys if held.get(key) is False], "not_stored")
 
     def _bound(self) -> None:
         while self._num_entries > self._max_entries:
             holders = chain(self._holders.values(), self._stores.values())
             fullest = max(holders, key=lambda holder: max(map(len, holder.held)))
             tier = max(range(3), key=lambda one: len(fullest.held[one]))
-            self._drop(fullest, tier, _oldest(fullest.held[tier], self._num_entries - self._max_entries))
+            self._drop(fullest, tier, _oldest(fullest.held[tier], self._num_entries - self._max_entries), "forgotten")
 
 
 def _oldest(held: dict[Key, bool], least: int) -> list[Key]:

@@ -30,8 +30,10 @@ from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
     ADMIN_FLEET_PATH,
+    ADMIN_MISSES_PATH,
     ADMIN_STATUS_PATH,
     GatewayStatus,
+    MissList,
     ReportedLoad,
     ReservedLoad,
     WorkerList,
@@ -58,6 +60,7 @@ class AdminView:
     workers: MembershipChanges
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
+    misses: Callable[[str | None], MissList]
 
 
 class AdminEndpoint:
@@ -77,6 +80,7 @@ class AdminEndpoint:
             (b"GET", b"/admin/ledger"): self._ledger,
             (b"GET", b"/admin/queues"): self._queues,
             (b"GET", _AUDIT_PATH): self._no_audit,
+            (b"GET", ADMIN_MISSES_PATH.encode()): self._misses,
             (b"POST", b"/admin/drain"): self._drain,
             (b"POST", b"/admin/undrain"): self._undrain,
             (b"POST", b"/admin/workers"): self._add_worker,
@@ -143,6 +147,9 @@ class AdminEndpoint:
 
     def _queues(self, request: EndpointRequest, query: dict[str, str]) -> dict[str, Any]:
         return {"queues": self._view.admission.describe()}
+
+    def _misses(self, request: EndpointRequest, query: dict[str, str]) -> MissList:
+        return self._view.misses(query.get("key"))
 
     # ---- changing
 

@@ -24,6 +24,7 @@ from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
+from stoker.fleet.lost_blocks import LostBlocks
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
@@ -34,6 +35,8 @@ from stoker.gateway.admission.key_watch import KeyWatch, NoKeyWatch
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
+from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
@@ -41,6 +44,7 @@ from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
@@ -49,6 +53,7 @@ from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
+from stoker.gateway.prefix.stable_json import StableJson
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
@@ -162,7 +167,10 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
     fleet = Fleet(FleetSettings(health=config.health))
-    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks)
+    losses = LostBlocks(clock)
+    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks, losses)
+    doctor = CacheDoctor(losses, StableJson(config.proxy.volatile_line))
+    misses = MissTotals(PriceList(config.price), config.meter.currency, time.time())
     router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state, key_makers = (
         GatewayMetrics(),
@@ -183,7 +191,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         other_work=OtherWork(load_book, name),
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, hints, name)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
@@ -200,7 +208,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, clock, status)
+    view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
     aliases = ModelAliases({one.name: one.model for one in config.alias})
     objects = _objects(config, threads, keys, name, partial(requested_model, fleet=fleet, aliases=aliases))
     cors = CorsRules(config.listen.cors_origin)
@@ -223,6 +231,20 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
+            embeddings=EmbeddingsEndpoint(
+                fleet,
+                load_book,
+                upstreams,
+                keys,
+                admission,
+                meter,
+                partial(_ended, metrics, request_log),
+                config.proxy,
+                clock,
+                aliases,
+            ),
+            doctor=doctor,
+            misses=misses,
             objects=objects,
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
@@ -267,6 +289,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         tracing=tracing,
         tls=tls,
     )
+
+
+def _ended(metrics: GatewayMetrics, request_log: RequestLog | NoRequestLog, row: UsageRow) -> None:
+    metrics.ended(row)
+    request_log.record(row)
 
 
 def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | None:

@@ -5,6 +5,9 @@ q [tokens, heads, head_dim]   pages: see kv_pages.py   -> like q
 A page is one head's K or V of one block of one layer. The reference gathers each span's pages into a contiguous run and
 calls torch; spans of one token with a similar number of blocks are batched. On a CPU with many keys, the keys are read
 in place (attention_rows.py). On a GPU, the kernels of paged.py run.
+
+Layers may see only a window or a chunk (reach.py), and may have sinks [heads]: one more logit of each head's softmax,
+without a value.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from stoker.kernels.attention_rows import RowGroup, gathered_row_group, is_faster_in_place, row_attention, row_group
 from stoker.kernels.kv_pages import kv_read
 from stoker.kernels.paged import PagedSpans, paged_attention_triton
+from stoker.kernels.reach import FULL, Reach
 from stoker.kernels.transfer import to_device
 
 # Spans of one token are batched while the shortest has at least this share of the longest one's blocks.
@@ -34,21 +38,26 @@ _KEY_STEP = 16
 @dataclass(frozen=True, slots=True)
 class SpanShape:
     """`count` tokens from position `start` on, at `first` in the batch. `pages` has the page number of each block's
-    first head. The last `num_drafts` tokens are drafts: then the span is computed as `count` spans of one token, so
-    that a verified token gets the bits of a decoded one."""
+    first head, from the block with the key `first_key` on. The last `num_drafts` tokens are drafts: then the span is
+    computed as `count` spans of one token, so that a verified token gets the bits of a decoded one."""
 
     first: int
     start: int
     count: int
     pages: list[int]
     num_drafts: int = 0
+    first_key: int = 0
 
-    def split(self, block_tokens: int) -> list[SpanShape]:
-        """Return the spans that are computed separately."""
+    def split(self, block_tokens: int, reach: Reach) -> list[SpanShape]:
+        """Return the spans that are computed separately, each with the blocks that it sees."""
         if not self.num_drafts:
-            return [self]
-        ends = (position // block_tokens + 1 for position in range(self.start, self.start + self.count))
-        return [SpanShape(self.first + i, self.start + i, 1, self.pages[:end]) for i, end in enumerate(ends)]
+            return [self._seen(self.first, self.start, self.count, block_tokens, reach)]
+        positions = range(self.start, self.start + self.count)
+        return [self._seen(self.first + i, at, 1, block_tokens, reach) for i, at in enumerate(positions)]
+
+    def _seen(self, first: int, start: int, count: int, block_tokens: int, reach: Reach) -> SpanShape:
+        begin, end = reach.first_key(start) // block_tokens, (start + count - 1) // block_tokens + 1
+        return SpanShape(first, start, count, self.pages[begin:end], first_key=begin * block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +81,12 @@ def group_spans(
     dtype: torch.dtype,
     in_place: bool = True,
     exact: bool = False,
+    reach: Reach = FULL,
 ) -> list[SpanGroup | RowGroup]:
-    """Group the spans of a step, once for all layers. Attention is computed in `dtype`. `in_place`: the pages have this
-    dtype, so that keys can be read where they are. `exact`, on a CPU: the bits of a span of one token do not depend on
-    the other spans."""
-    spans = [part for span in spans for part in span.split(block_tokens)]
+    """Group the spans of a step, once for all layers of a KV group, which see `reach`. Attention is computed in `dtype`.
+    `in_place`: the pages have this dtype, so that keys can be read where they are. `exact`, on a CPU: the bits of a span
+    of one token do not depend on the other spans."""
+    spans = [part for span in spans for part in span.split(block_tokens, reach)]
     heads = torch.arange(num_kv_heads)
 
     def page_index(pages: list[list[int]]) -> Tensor:
@@ -96,14 +106,14 @@ def group_spans(
         single = single[: len(single) - len(taken)]
         if exact:
             longest += -longest % (_KEY_STEP // gcd(_KEY_STEP, block_tokens))
-        lengths = torch.tensor([span.start + 1 for span in taken])
+        ends = torch.tensor([span.start + 1 - span.first_key for span in taken])
+        begins = torch.tensor([reach.first_key(span.start) - span.first_key for span in taken])
         # Whole blocks, so that the shapes change once per block and not with every token.
         num_keys = longest * block_tokens
         mask = None
-        if exact or int(lengths.min()) < num_keys:
-            hidden = torch.arange(num_keys)[None, :] >= lengths[:, None]
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, :]
-            mask = mask.to(device, non_blocking=True)
+        if exact or int(ends.min()) < num_keys or int(begins.max()):
+            keys = torch.arange(num_keys)[None, :]
+            mask = _mask((keys >= ends[:, None]) | (keys < begins[:, None]), dtype, device)[:, None, :]
         # Pad with the span's own pages: masked values must be finite, and another sequence's memory may not be.
         padded = [span.pages + span.pages[:1] * (longest - len(span.pages)) for span in taken]
         firsts = [span.first for span in taken]
@@ -121,16 +131,21 @@ def group_spans(
     for span in spans:
         if span.count == 1:
             continue
-        num_keys = span.start + span.count
+        end = span.start + span.count
+        is_causal = not span.start and not reach.first_key(end - 1)
         mask = None
-        if span.start:
-            hidden = torch.arange(num_keys)[None, :] > torch.arange(span.start, num_keys)[:, None]
-            mask = (
-                torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device, non_blocking=True)
-            )
+        if not is_causal:
+            keys, positions = torch.arange(span.first_key, end)[None, :], torch.arange(span.start, end)[:, None]
+            mask = _mask((keys > positions) | (keys < reach.first_keys(positions)), dtype, device)
         tokens = slice(span.first, span.first + span.count)
-        groups.append(SpanGroup(tokens, page_index([span.pages]), 1, num_keys, mask, not span.start, dtype))
+        num_keys = end - span.first_key
+        groups.append(SpanGroup(tokens, page_index([span.pages]), 1, num_keys, mask, is_causal, dtype))
     return groups
+
+
+def _mask(hidden: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what is added to the scores, so that hidden keys have no weight."""
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device, non_blocking=True)
 
 
 def paged_attention(
@@ -140,33 +155,65 @@ def paged_attention(
     pages: Tensor,
     spans: Sequence[SpanGroup | RowGroup] | PagedSpans,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention. key and value [tokens, kv_heads, head_dim] are the tokens' own, which the pages hold too. The
     memory of q is reused."""
     if isinstance(spans, PagedSpans):
-        return paged_attention_triton(q, key, value, pages, spans, scale)
-    return paged_attention_ref(q, pages, spans, key.shape[1], scale)
+        return paged_attention_triton(q, key, value, pages, spans, scale, sinks)
+    return paged_attention_ref(q, pages, spans, key.shape[1], scale, sinks)
 
 
-def _row_attention(q: Tensor, pages: Tensor, group: RowGroup, num_kv_heads: int, scale: float) -> Tensor:
+def _row_attention(
+    q: Tensor, pages: Tensor, group: RowGroup, num_kv_heads: int, scale: float, sinks: Tensor | None
+) -> Tensor:
     head_dim = q.shape[-1]
     if group.gathered is None:
         keys, values = pages.view(-1, head_dim), pages[num_kv_heads:].view(-1, head_dim)
-        return row_attention(q, keys, values, group, scale)
+        return row_attention(q, keys, values, group, scale, sinks)
     assert group.dtype is not None
     keys, values = kv_read(pages, group.gathered, head_dim, group.dtype).view(2, -1, head_dim)
-    return row_attention(q.to(group.dtype), keys, values, group, scale).to(q.dtype)
+    return row_attention(q.to(group.dtype), keys, values, group, scale, sinks).to(q.dtype)
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """Compute attention of [..., rows, head_dim]. sinks [..., rows or 1, 1]. Torch's fused attention has no sinks."""
+    scores = query @ key.transpose(-2, -1) * scale
+    if mask is not None:
+        scores += mask
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
+
+
+def _attend_span(
+    query: Tensor, key: Tensor, value: Tensor, group: SpanGroup, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """query [kv_heads, shared, tokens, head_dim]   key, value: the same with keys in place of tokens"""
+    if sinks is None:
+        return scaled_dot_product_attention(query, key, value, group.mask, is_causal=group.is_causal, scale=scale)
+    mask = group.mask
+    if group.is_causal:
+        mask = _mask(torch.ones(query.shape[2], key.shape[2]).triu_(1).bool(), query.dtype, query.device)
+    by_head = zip(query, key, value, sinks.view(len(query), -1, 1, 1), strict=True)  # few scores at a time
+    return torch.stack([_attend_with_sinks(q, k, v, mask, scale, own) for q, k, v, own in by_head])
 
 
 def paged_attention_ref(
-    q: Tensor, pages: Tensor, groups: Sequence[SpanGroup | RowGroup], num_kv_heads: int, scale: float
+    q: Tensor,
+    pages: Tensor,
+    groups: Sequence[SpanGroup | RowGroup],
+    num_kv_heads: int,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     shared = num_heads // num_kv_heads  # query heads per KV head
     for group in groups:
         if isinstance(group, RowGroup):
-            out[group.tokens] = _row_attention(q[group.tokens], pages, group, num_kv_heads, scale)
+            out[group.tokens] = _row_attention(q[group.tokens], pages, group, num_kv_heads, scale, sinks)
             continue
         gathered = kv_read(pages, group.pages, head_dim, group.dtype)
         gathered = gathered.view(2, group.num_spans, num_kv_heads, -1, head_dim)
@@ -176,13 +223,15 @@ def paged_attention_ref(
             # The query heads of one KV head are a batch over the same keys: expanded, not copied.
             query = own_q.view(-1, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
             key, value = (part[0, :, None].expand(-1, shared, -1, -1) for part in (key, value))
-            attended = scaled_dot_product_attention(
-                query, key, value, group.mask, is_causal=group.is_causal, scale=scale
-            )
+            attended = _attend_span(query, key, value, group, scale, sinks)
             out[group.tokens] = attended.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
         else:
             # One token per span: the query heads of one KV head take the place of a longer span's tokens.
             query = own_q.view(group.num_spans, num_kv_heads, shared, head_dim)
-            attended = scaled_dot_product_attention(query, key, value, group.mask, scale=scale)
+            if sinks is None:
+                attended = scaled_dot_product_attention(query, key, value, group.mask, scale=scale)
+            else:
+                own = sinks.view(num_kv_heads, shared, 1)
+                attended = _attend_with_sinks(query, key, value, group.mask, scale, own)
             out[group.tokens] = attended.reshape(-1, num_heads, head_dim).to(q.dtype)
     return out

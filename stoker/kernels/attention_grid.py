@@ -9,7 +9,8 @@ q [tokens, heads, head_dim]   cos, sin [tokens, 1, head_dim]   pages: see kv_pag
 - Values. `embedding_bag` adds up the weighted values of one row in the order of the keys.
 
 A row is one query head of one token. Single tokens read their keys in place; the pages of longer spans, and pages of
-another dtype, are gathered first.
+another dtype, are gathered first. Where layers see only a window or a chunk (reach.py), the keys before it are hidden
+and keep their places: a key's place in the order of additions must not depend on the span.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from stoker.kernels.attention import SpanShape
 from stoker.kernels.kv_pages import kv_read, kv_write, page_tokens
 from stoker.kernels.norm import rms_norm
+from stoker.kernels.reach import FULL, Reach
 from stoker.kernels.rope_write import HeadNorms
 
 _KEY_STEP = 16  # the largest number of float32 values in a vector register
@@ -113,6 +115,7 @@ class _Sizes:
     num_kv_heads: int
     block_tokens: int
     num_slots: int  # of a layer
+    reach: Reach
 
     @property
     def shared(self) -> int:
@@ -127,11 +130,12 @@ def grid_spans(
     num_kv_heads: int,
     pages: Tensor,
     head_dim: int,
+    reach: Reach = FULL,
 ) -> GridSpans:
     """Group the spans of a step. slots [tokens, kv_heads]: where each token's K goes. `pages` are those of the last layer,
-    which has the fewest slots after its first page."""
+    which has the fewest slots after its first page. The layers see `reach`."""
     block_tokens = page_tokens(pages, head_dim)
-    sizes = _Sizes(num_heads, num_kv_heads, block_tokens, len(pages) * block_tokens)
+    sizes = _Sizes(num_heads, num_kv_heads, block_tokens, len(pages) * block_tokens, reach)
     in_place = pages.dtype == torch.float32
     singles = []
     for group in _similar([span for span in spans if span.count == 1]):
@@ -158,7 +162,7 @@ def _similar(spans: list[SpanShape]) -> Iterator[list[SpanShape]]:
 def _single_tokens(spans: list[SpanShape], tokens: Tensor | None, sizes: _Sizes, in_place: bool) -> SingleTokens:
     num_keys = _padded(max(span.start for span in spans) + 1)
     num_blocks = -(-num_keys // sizes.block_tokens)
-    table = np.stack([_page_table(span, num_blocks) for span in spans])
+    table = np.stack([_page_table(span, num_blocks, sizes) for span in spans])
     pages = table[:, None] + np.arange(sizes.num_kv_heads)[:, None]  # [spans, kv_heads, blocks]
     gathered = None
     if not in_place:
@@ -170,7 +174,8 @@ def _single_tokens(spans: list[SpanShape], tokens: Tensor | None, sizes: _Sizes,
     num_slots = sizes.num_slots if in_place else pages.size * sizes.block_tokens
     size = (len(starts) - 1, num_slots)
     pattern = torch.sparse_csr_tensor(starts, index, torch.zeros(len(slots)), size, check_invariants=False)
-    hidden = np.arange(num_keys) > np.array([span.start for span in spans])[:, None]
+    positions = np.array([span.start for span in spans])[:, None]
+    hidden = (np.arange(num_keys) > positions) | (np.arange(num_keys) < sizes.reach.first_keys(positions))
     mask = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0)))[:, None]
     scores = pattern.values().view(len(spans), sizes.num_heads, num_keys)
     return SingleTokens(tokens, pattern, scores, index, starts, mask, gathered)
@@ -178,7 +183,7 @@ def _single_tokens(spans: list[SpanShape], tokens: Tensor | None, sizes: _Sizes,
 
 def _longer_span(span: SpanShape, sizes: _Sizes) -> LongerSpan:
     num_keys = _padded(span.start + span.count)
-    table = _page_table(span, -(-num_keys // sizes.block_tokens))
+    table = _page_table(span, -(-num_keys // sizes.block_tokens), sizes)
     keys = (table + np.arange(sizes.num_kv_heads)[:, None]).ravel()
     count = max(1, _MAX_ROW_KEYS // (sizes.shared * num_keys))
     chunks = []
@@ -191,13 +196,18 @@ def _longer_span(span: SpanShape, sizes: _Sizes) -> LongerSpan:
         slots = (head + torch.arange(visible, dtype=torch.int32)).expand(-1, rows, -1).flatten()
         starts = torch.arange(0, len(slots) + 1, visible, dtype=torch.int32)
         mask = torch.full((size, visible), float("-inf")).triu_(start + 1)
+        if sizes.reach.is_local:
+            begins = sizes.reach.first_keys(torch.arange(start, start + size))
+            mask.masked_fill_(torch.arange(visible) < begins[:, None], float("-inf"))
         chunks.append(SpanChunk(span.first + first, size, kv_heads, slots, starts, mask))
     return LongerSpan(torch.from_numpy(np.concatenate([keys, keys + sizes.num_kv_heads])), chunks)
 
 
-def _page_table(span: SpanShape, num_blocks: int) -> NDArray[np.int64]:
-    """Return the span's pages, padded with its first: hidden keys must be finite, and those of others may not be."""
-    return np.array(span.pages[:num_blocks] + span.pages[:1] * (num_blocks - len(span.pages)))
+def _page_table(span: SpanShape, num_blocks: int, sizes: _Sizes) -> NDArray[np.int64]:
+    """Return the span's pages, with its last in place of those that it does not have or see: hidden keys must be finite,
+    and those of others may not be."""
+    unseen, own = sizes.reach.first_key(span.start) // sizes.block_tokens, span.pages[-1:]
+    return np.array(own * unseen + span.pages[unseen:num_blocks] + own * (num_blocks - len(span.pages)))
 
 
 def _padded(num_keys: int) -> int:

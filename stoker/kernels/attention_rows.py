@@ -21,6 +21,9 @@ from stoker.kernels.transfer import to_device
 
 # Reading in place is faster from this many keys on; below it, the calls cost more than the copies.
 _MIN_KEYS = 2048
+# Columns that a sink takes before the keys, all but one of them hidden: with the CPU's vector size, the keys stay where
+# they are in the order in which a softmax adds them up.
+_SINK_COLUMNS = 16
 
 with warnings.catch_warnings():  # torch warns once per process that sparse patterns are a beta feature
     warnings.simplefilter("ignore")
@@ -62,7 +65,10 @@ def gathered_row_group(
     return RowGroup(to_device(firsts, torch.device("cpu")), slots, mask, pages, dtype)
 
 
-def row_attention(q: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float) -> Tensor:
+def row_attention(
+    q: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute attention. sinks [heads]: one more logit of each head's softmax, without a value."""
     num_spans, num_heads, head_dim = q.shape
     num_keys = group.slots.shape[1]
     shared = num_spans * num_heads // len(group.slots)  # query heads per KV head
@@ -74,5 +80,9 @@ def row_attention(q: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scal
     scores = scores.view(num_spans, num_heads, num_keys)
     if group.mask is not None:
         scores += group.mask
-    weights = scores.softmax(-1).view(-1, num_keys)
+    if sinks is not None:
+        before = scores.new_full((num_spans, num_heads, _SINK_COLUMNS), float("-inf"))
+        before[..., 0] = sinks
+        scores = torch.cat([before, scores], -1)
+    weights = scores.softmax(-1)[..., -num_keys:].reshape(-1, num_keys)
     return embedding_bag(slots, values, per_sample_weights=weights, mode="sum").view(q.shape)

@@ -36,11 +36,13 @@ def has_dense(x: Tensor) -> bool:
 class DensePlans:
     """The planned lengths. Plans belong to the thread that made them: only the engine's thread uses this class."""
 
-    def __init__(self, like: Tensor, shapes: Sequence[tuple[int, int, int]]) -> None:
-        """`shapes` has the query heads, KV heads and head size of each KV group."""
+    def __init__(self, like: Tensor, shapes: Sequence[tuple[int, int, int]], most: int | None = None) -> None:
+        """`shapes` has the query heads, KV heads and head size of each KV group. `most` is the largest number of a
+        prompt's first tokens whose attention is plain: without sinks, and in one window or chunk. None: any."""
         self._like = like
         self._shapes = list(dict.fromkeys(shapes))
-        self._unplanned = list(_LENGTHS) if has_dense(like) else []
+        lengths = [length for length in _LENGTHS if most is None or length <= most]
+        self._unplanned = lengths if has_dense(like) else []
         self._initialising: Thread | None = None
         self.lengths: list[int] = []
 

@@ -1,5 +1,5 @@
 """A mixture of experts: each token goes through the gated MLPs that the router scores highest, and their weighted sum
-is added.
+is added. moe_choice.py says how they are chosen.
 
 x [tokens, hidden]   router [experts, hidden]   gate_up [experts, 2 * width, hidden]   down [experts, hidden, width]
 
@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.cpu_rows import exact_matmul
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
+from stoker.kernels.moe_choice import ExpertRouter, choose_ref
 from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
+from stoker.kernels.moe_gate import SILU, Gate
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import GRANULE, down_prompt, fits, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
@@ -38,25 +39,33 @@ from stoker.kernels.quant import QuantWeight, dequantise_ref
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer. Where the model `renormalises`, the weights of a token's experts are scaled to add up to
-    one. With `exact`, a token's result does not depend on the other tokens of a step."""
+    """The experts of a layer. With `exact`, a token's result does not depend on the other tokens of a step. A rank may hold
+    some of the experts; `partial` says that another rank adds the input."""
 
-    router: Tensor
+    router: ExpertRouter
     gate_up: Tensor | QuantWeight
     down: Tensor | QuantWeight
     granule: int
-    top_k: int
-    renormalises: bool
     exact: bool = False
+    gate: Gate = SILU
+    down_bias: Tensor | None = None  # [experts, hidden]
+    first: int = 0  # the first expert that this rank holds
+    partial: bool = False
+
+    @property
+    def num_held(self) -> int:
+        """The experts of this rank."""
+        return len(self.gate_up) if isinstance(self.gate_up, Tensor) else self.gate_up.shape[0] // (2 * self.granule)
 
 
 def to_kernel_layout(
-    router: Tensor, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, top_k: int, renormalises: bool,
-    exact: bool = False,
+    router: ExpertRouter, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False, gate: Gate = SILU,
+    down_bias: Tensor | None = None, held: range | None = None, partial: bool = False,
 ) -> Experts:  # fmt: skip
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
-    expert all of gate, then all of up. They are consumed."""
-    num_experts = len(router)
+    expert all of gate, then all of up. They are consumed. `held` are the experts of this rank, by default all."""
+    held = held or range(len(router))
+    num_experts = len(held)
     granule = gate_up.shape[0] // num_experts // 2
     if isinstance(gate_up, Tensor):
         gate_up = gate_up.view(num_experts, -1, gate_up.shape[1])
@@ -65,20 +74,13 @@ def to_kernel_layout(
             interleave_gate_up(gate_up, granule)
     if isinstance(down, Tensor):
         down = down.view(num_experts, -1, down.shape[1])
-    return Experts(router, gate_up, down, granule, top_k, renormalises, exact)
+    return Experts(router, gate_up, down, granule, exact, gate, down_bias, held.start, partial)
 
 
 def interleave_gate_up(gate_up: Tensor, granule: int) -> None:
     """Interleave gate and up in granules, in place. One expert at a time, so that it takes little memory."""
     for expert in gate_up:
         expert.copy_(expert.view(2, -1, granule, expert.shape[1]).transpose(0, 1).reshape(expert.shape))
-
-
-def choose_ref(logits: Tensor, top_k: int, renormalises: bool) -> tuple[Tensor, Tensor]:
-    """[tokens, experts] -> weights and indices of the chosen experts, [tokens, top_k] each."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    weights, chosen = wide.softmax(-1).topk(top_k, -1)
-    return weights / weights.sum(-1, keepdim=True) if renormalises else weights, chosen
 
 
 def plain_ref(weight: Tensor | QuantWeight, num_experts: int, dtype: torch.dtype) -> Tensor:
@@ -90,65 +92,73 @@ def plain_ref(weight: Tensor | QuantWeight, num_experts: int, dtype: torch.dtype
 
 def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     """Run expert after expert over the tokens that chose it."""
-    gate_up, down = (plain_ref(weight, len(experts.router), x.dtype) for weight in (experts.gate_up, experts.down))
+    router = experts.router
+    gate_up, down = (plain_ref(weight, experts.num_held, x.dtype) for weight in (experts.gate_up, experts.down))
     matmul = exact_matmul if experts.exact and x.device.type == "cpu" else torch.nn.functional.linear
     normed = rms_norm_ref(x, norm.weight, norm.eps)
-    weights, chosen = choose_ref(matmul(normed, experts.router), experts.top_k, experts.renormalises)
+    weights, chosen = choose_ref(matmul(normed, router.weight), router)
+    weights, top_k = weights.to(x.dtype), router.routing.top_k
+    if router.routing.on_input:
+        normed, weights = normed * weights, torch.ones_like(weights)
     order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=len(experts.router)).tolist()
-    outputs = x.new_empty(len(order), x.shape[1])
+    counts = chosen.flatten().bincount(minlength=len(router)).tolist()
+    outputs = x.new_zeros(len(order), x.shape[1])
     first = 0
     for expert, count in enumerate(counts):
-        if count:
+        held = expert - experts.first
+        if count and 0 <= held < experts.num_held:
             pairs = order[first : first + count]
-            both = matmul(normed[pairs // experts.top_k], gate_up[expert])
+            both = matmul(normed[pairs // top_k], gate_up[held])
             both = both.view(count, -1, 2, experts.granule).transpose(1, 2).reshape(count, -1)
-            outputs[pairs] = matmul(silu_mul_ref(both), down[expert])
-            first += count
-    total = (outputs.view(len(x), experts.top_k, -1) * weights[:, :, None].to(x.dtype)).sum(1)
-    return x.add_(total)
+            outputs[pairs] = matmul(experts.gate.of_expert(both, held), down[held])
+            if experts.down_bias is not None:
+                outputs[pairs] += experts.down_bias[held]
+        first += count
+    total = (outputs.view(len(x), top_k, -1) * weights[:, :, None]).sum(1)
+    return x.copy_(total) if experts.partial else x.add_(total)
 
 
 def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
-    tile = exact_router_tile(len(x), x.element_size()) if experts.exact else None
-    logits, counts = router_logits(x, norm.weight, experts.router, tile)
+    tile, router = exact_router_tile(len(x), x.element_size()) if experts.exact else None, experts.router
+    logits, counts = router_logits(x, norm.weight, router.weight, tile)
     if len(x) <= MAX_TOKENS and not experts.exact:
-        return _down_few(x, _gate_up_few(x, norm, logits, experts), experts)
-    options = (experts.top_k, experts.renormalises)
-    lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, *options)
-    return combine(x, _down(lists, _gate_up(lists, experts), experts), lists.weights)
+        chosen = _gate_up_few(x, norm, logits, experts)
+        return _down_few(x.zero_() if experts.partial else x, chosen, experts)
+    lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, router)
+    outputs = _down(lists, _gate_up(lists, experts), experts)
+    return combine(x.zero_() if experts.partial else x, outputs, lists.weights)
 
 
 def _gate_up_few(x: Tensor, norm: Norm, logits: Tensor, experts: Experts) -> Chosen:
-    given, weight, options = (x, norm.weight, norm.eps, logits), experts.gate_up, (experts.top_k, experts.renormalises)
+    given, weight = (x, norm.weight, norm.eps, logits, experts.router), experts.gate_up
     if isinstance(weight, QuantWeight):
-        return quant_gate_up_few(*given, weight, *options)
-    return gate_up_few(*given, weight, experts.granule, *options)
+        return quant_gate_up_few(*given, weight, gate=experts.gate)
+    return gate_up_few(*given, weight, experts.granule, gate=experts.gate)
 
 
 def _down_few(x: Tensor, chosen: Chosen, experts: Experts) -> Tensor:
-    weight, renormalises = experts.down, experts.renormalises
+    weight, bias = experts.down, experts.down_bias
     if isinstance(weight, QuantWeight):
-        return quant_down_few(x, chosen, weight, renormalises)
-    return down_few(x, chosen, weight, renormalises)
+        return quant_down_few(x, chosen, weight, bias=bias)
+    return down_few(x, chosen, weight, bias=bias)
 
 
 def _gate_up(lists: Lists, experts: Experts) -> Tensor:
     weight = experts.gate_up
     if isinstance(weight, QuantWeight):
-        return quant_gate_up(lists, weight)
+        return quant_gate_up(lists, weight, gate=experts.gate)
     if _has_large_tiles(lists, experts):
-        return gate_up_prompt(lists, weight, experts.granule)
-    return gate_up_lists(lists, weight, experts.granule)
+        return gate_up_prompt(lists, weight, experts.granule, gate=experts.gate)
+    return gate_up_lists(lists, weight, experts.granule, gate=experts.gate)
 
 
 def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
-    weight = experts.down
+    weight, bias = experts.down, experts.down_bias
     if isinstance(weight, QuantWeight):
-        return quant_down(lists, inner, weight)
+        return quant_down(lists, inner, weight, bias=bias)
     if _has_large_tiles(lists, experts):
-        return down_prompt(lists, inner, weight)
-    return down_lists(lists, inner, weight)
+        return down_prompt(lists, inner, weight, bias=bias)
+    return down_lists(lists, inner, weight, bias=bias)
 
 
 def _has_large_tiles(lists: Lists, experts: Experts) -> bool:

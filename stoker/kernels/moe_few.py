@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_route import add_parts
+from stoker.kernels.moe_choice import ExpertRouter, Routing, choice_keys, index_of, logits_of, row_scale, shares
+from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_tile_model import ExpertTile, few_tile
 
 MAX_TOKENS = 1  # lists are faster from two tokens on, measured with the shape of Qwen3-30B-A3B
-LOWEST = -(2**63) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,55 +28,93 @@ class Chosen:
 
     inner: Tensor  # [pairs, width]
     experts: Tensor  # [pairs]
-    weights: Tensor  # [pairs], in float32
+    weights: Tensor  # [pairs], in float32; the second kernel scales the weights of a token's experts
+    routing: Routing
 
     @classmethod
-    def empty(cls, x: Tensor, top_k: int, width: int) -> Chosen:
-        num_pairs = len(x) * top_k
+    def empty(cls, x: Tensor, routing: Routing, width: int) -> Chosen:
+        num_pairs = len(x) * routing.top_k
         experts = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
         weights = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
-        return cls(x.new_empty(num_pairs, width), experts, weights)
+        return cls(x.new_empty(num_pairs, width), experts, weights, routing)
 
 
 @triton.jit
-def choose(logits, rank, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, LOWEST: tl.constexpr):
-    """Return a token's logits, and the expert of rank `rank`."""
-    each = tl.arange(0, BLOCK_EXPERTS)
-    logit = add_parts(logits, PARTS, EXPERTS, BLOCK_EXPERTS)
-    # One number that orders by logit, then by expert; the first of equal logits wins.
-    bits = logit.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    key = tl.where(each < EXPERTS, (ordered << 32) | (BLOCK_EXPERTS - 1 - each).to(tl.int64), LOWEST)
+def choose(
+    logits, rank, scale, bias, correction,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Return a token's expert of rank `rank`."""
+    found = logits_of(logits, tl.arange(0, BLOCK_EXPERTS), scale, bias, PARTS, EXPERTS, HAS_BIAS)
+    key = choice_keys(
+        logits, found, scale, bias, correction, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, HAS_CORRECTION,
+        GROUPS, TOP_GROUPS, BLOCK_GROUPS, BLOCK_MEMBERS,
+    )  # fmt: skip
     best = tl.max(key)
     for _ in range(rank):
-        key = tl.where(key == best, LOWEST, key)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
         best = tl.max(key)
-    return logit, tl.minimum(BLOCK_EXPERTS - 1 - (best & 0xFFFFFFFF), EXPERTS - 1)
+    return tl.minimum(index_of(best, BLOCK_EXPERTS), EXPERTS - 1).to(tl.int64)
 
 
 @triton.jit
-def put_choice(logit, expert, scale, chosen, weights, pair, BLOCK_EXPERTS: tl.constexpr, RENORMALISES: tl.constexpr):
-    """Store the choice. `scale` is the scale of the token's norm, which the logits do not contain yet."""
-    shares = tl.exp((logit - tl.max(logit)) * scale)
-    share = tl.sum(tl.where(tl.arange(0, BLOCK_EXPERTS) == expert, shares, 0.0))
-    if not RENORMALISES:
-        share = share / tl.sum(shares)
+def share_of(
+    logits, expert, scale, bias,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RENORMALISES: tl.constexpr,
+):  # fmt: skip
+    """Return the weight of a token's expert, before `_down` scales the weights of all its experts."""
+    every = logits_of(logits, tl.arange(0, BLOCK_EXPERTS), scale, bias, PARTS, EXPERTS, HAS_BIAS)
+    mine = logits_of(logits, expert, scale, bias, PARTS, EXPERTS, HAS_BIAS)
+    return shares(every, mine, SIGMOID, RENORMALISES)
+
+
+@triton.jit
+def put_choice(
+    logits, expert, scale, bias, chosen, weights, pair,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RENORMALISES: tl.constexpr, ON_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Store a pair's expert and its weight."""
+    share = 1.0
+    if not ON_INPUT:
+        share = share_of(logits, expert, scale, bias, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, RENORMALISES)
     tl.store(weights + pair, share)
     tl.store(chosen + pair, expert.to(tl.int32))
 
 
 @triton.jit
+def weighted(found, all_shares, scaling, RENORMALISES: tl.constexpr):
+    """Return a token's sum over its experts, from the sum that `share_of` weighted."""
+    if RENORMALISES:
+        found = found / (all_shares + 1e-20)
+    return found * scaling
+
+
+@triton.jit
 def _gate_up(
-    x, norm, logits, weight, inner, chosen, weights, eps,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, GRANULE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    RENORMALISES: tl.constexpr, LOWEST: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    x, norm, logits, bias, correction, weight, gate_up_bias, inner, chosen, weights, eps,
+    HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr,
+    ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, GRANULE: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATE_BIAS: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     token, rank = pair // TOP_K, pair % TOP_K
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    logit, expert = choose(logits + token * PARTS * EXPERTS, rank, PARTS, EXPERTS, BLOCK_EXPERTS, LOWEST)
+    size = 1.0
+    if SIGMOID or HAS_BIAS:  # otherwise the norm's scale, which is known later, does not change the order
+        size = row_scale(x + token * HIDDEN, eps, HIDDEN, BLOCK_HIDDEN)
+    mine = logits + token * PARTS * EXPERTS
+    expert = choose(
+        mine, rank, size, bias, correction, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, HAS_CORRECTION,
+        GROUPS, TOP_GROUPS, BLOCK_GROUPS, BLOCK_MEMBERS,
+    )  # fmt: skip
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < WIDTH
     column = tl.arange(0, BLOCK_IN)
@@ -100,24 +138,33 @@ def _gate_up(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     scale = tl.rsqrt(tl.sum(squares) / HIDDEN + eps)
-    gated, upped = tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale
-    made = gated / (1 + tl.exp(-gated)) * upped
+    if ON_INPUT:
+        scale *= share_of(mine, expert, scale, bias, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, RENORMALISES)
+    gate_sum, up_sum = tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale
+    if GATE_BIAS:
+        gate_bias, up_bias = gate_biases(gate_up_bias, expert, out, WIDTH)
+        gate_sum, up_sum = gate_sum + gate_bias, up_sum + up_bias
+    made = gated(gate_sum, up_sum, LIMIT, ALPHA)
     tl.store(inner + pair * WIDTH + out, made.to(inner.dtype.element_ty), mask=is_out)
     if tl.program_id(0) == 0:
-        put_choice(logit, expert, scale, chosen, weights, pair, BLOCK_EXPERTS, RENORMALISES)
+        put_choice(
+            mine, expert, scale, bias, chosen, weights, pair, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS,
+            RENORMALISES, ON_INPUT,
+        )  # fmt: skip
 
 
 @triton.jit
 def _down(
-    x, inner, weight, chosen, weights,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, OVERLAP: tl.constexpr,
+    x, inner, weight, bias, chosen, weights, scaling,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    RENORMALISES: tl.constexpr, DOWN_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < HIDDEN
     column = tl.arange(0, BLOCK_IN)
     sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    biases = tl.zeros([BLOCK_OUT], tl.float32)
     all_shares = 0.0
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -126,6 +173,8 @@ def _down(
         expert = tl.load(chosen + pair).to(tl.int64)
         share = tl.load(weights + pair)
         all_shares += share
+        if DOWN_BIAS:
+            biases += share * tl.load(bias + expert * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32)
         taken_from = weight + expert * (HIDDEN * WIDTH) + out[:, None] * WIDTH + column[None, :]
         for start in tl.static_range(0, WIDTH, BLOCK_IN):
             is_in = start + column < WIDTH
@@ -136,40 +185,41 @@ def _down(
             sums += taken.to(tl.float32) * (given * share)[None, :]
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    found = tl.sum(sums, 1)
-    if RENORMALISES:
-        found = found / all_shares
+    found = weighted(tl.sum(sums, 1) + biases, all_shares, scaling, RENORMALISES)
     total = tl.load(x + token * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32) + found
     tl.store(x + token * HIDDEN + out, total.to(x.dtype.element_ty), mask=is_out)
 
 
 def gate_up_few(
-    x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: Tensor, granule: int,
-    top_k: int, renormalises: bool, tile: ExpertTile | None = None,
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, router: ExpertRouter, gate_up: Tensor, granule: int,
+    tile: ExpertTile | None = None, gate: Gate = SILU,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()
     assert gate_up.is_contiguous()
-    num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    width, hidden = gate_up.shape[1] // 2, gate_up.shape[2]
     tile = tile or few_tile("plain", "gate_up", width, hidden)
-    found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
+    found, overlap = Chosen.empty(x, router.routing, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
-        x, norm, logits, gate_up, found.inner, found.experts, found.weights, eps,
-        HIDDEN=hidden, WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1], EXPERTS=num_experts,
-        BLOCK_EXPERTS=next_power_of_2(num_experts), GRANULE=granule, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
-        RENORMALISES=renormalises, LOWEST=LOWEST, STAGES=tile.num_stages, OVERLAP=overlap,
-        num_warps=tile.num_warps, launch_pdl=overlap,
+        x, norm, logits, *router.extras, gate_up, x if gate.bias is None else gate.bias, found.inner, found.experts,
+        found.weights, eps,
+        HIDDEN=hidden, BLOCK_HIDDEN=next_power_of_2(hidden), WIDTH=width, PARTS=logits.shape[1], GRANULE=granule,
+        BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, STAGES=tile.num_stages, OVERLAP=overlap, num_warps=tile.num_warps,
+        launch_pdl=overlap, **router.constants, **gate.constants,
     )  # fmt: skip
     return found
 
 
-def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: ExpertTile | None = None) -> Tensor:
-    """Return x + the weighted sum of the experts, in place."""
+def down_few(
+    x: Tensor, found: Chosen, down: Tensor, tile: ExpertTile | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return x + the weighted sum of the experts, in place. bias [experts, hidden]"""
     assert down.is_contiguous()
-    (_num_experts, hidden, width), overlap = down.shape, overlaps(x)
+    (_num_experts, hidden, width), overlap, routing = down.shape, overlaps(x), found.routing
     tile = tile or few_tile("plain", "down", hidden, width)
     _down[(cdiv(hidden, tile.outs), len(x))](
-        x, found.inner, down, found.experts, found.weights,
-        HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
-        RENORMALISES=renormalises, OVERLAP=overlap, num_warps=tile.num_warps, launch_pdl=overlap,
+        x, found.inner, down, x if bias is None else bias, found.experts, found.weights, routing.scaling,
+        HIDDEN=hidden, WIDTH=width, TOP_K=routing.top_k, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+        RENORMALISES=routing.renormalises, DOWN_BIAS=bias is not None, OVERLAP=overlap, num_warps=tile.num_warps,
+        launch_pdl=overlap,
     )  # fmt: skip
     return x

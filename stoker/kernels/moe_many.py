@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.moe_tile_model import Format, PairTile, pair_tile
 
@@ -43,10 +44,10 @@ def find_tile(
 
 @triton.jit
 def _gate_up(
-    x, weight, counts, pairs, inner, capacity,
+    x, weight, bias, counts, pairs, inner, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     GRANULE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
-    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
+    PANEL: tl.constexpr, GATE_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -77,17 +78,20 @@ def _gate_up(
         up = tl.dot(up_weight, given, up, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    found = gate / (1 + tl.exp(-gate)) * up
+    if GATE_BIAS:
+        gate_bias, up_bias = gate_biases(bias, expert, out, WIDTH)
+        gate, up = gate + gate_bias[:, None], up + up_bias[:, None]
+    found = gated(gate, up, LIMIT, ALPHA)
     place = inner + pair[None, :] * WIDTH + out[:, None]
     tl.store(place, found.to(inner.dtype.element_ty), mask=is_out[:, None] & is_row[None, :])
 
 
 @triton.jit
 def _down(
-    inner, weight, counts, pairs, made, capacity,
+    inner, weight, bias, counts, pairs, made, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
-    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
+    PANEL: tl.constexpr, DOWN_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -113,6 +117,9 @@ def _down(
         sums = tl.dot(taken, given, sums, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    if DOWN_BIAS:
+        own = tl.load(bias + expert.to(tl.int64) * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32)
+        sums = sums + own[:, None]
     place = made + pair[None, :] * HIDDEN + out[:, None]
     tl.store(place, sums.to(made.dtype.element_ty), mask=is_out[:, None] & is_row[None, :])
 
@@ -137,7 +144,9 @@ def _form(weight: Tensor) -> Format:
     return "float32" if weight.element_size() == 4 else "plain"
 
 
-def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None) -> Tensor:
+def gate_up_lists(
+    lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None, gate: Gate = SILU
+) -> Tensor:
     """Return [pairs, width]."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert gate_up.is_contiguous()
@@ -145,25 +154,29 @@ def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | 
     top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
-        lists.normed, gate_up, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
+        lists.normed, gate_up, inner if gate.bias is None else gate.bias, lists.counts, lists.pairs, inner,
+        lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=top_k, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
         PANEL=tile.panel, OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+        **gate.constants,
     )  # fmt: skip
     return inner
 
 
-def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None) -> Tensor:
-    """Return [pairs, hidden]."""
+def down_lists(
+    lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return [pairs, hidden]. bias [experts, hidden]"""
     num_experts, hidden, width = down.shape
     assert down.is_contiguous()
     tile = tile or pair_tile(_form(down), "down", lists.num_pairs, num_experts, hidden, width)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
-        inner, down, lists.counts, lists.pairs, made, lists.pairs.shape[1],
+        inner, down, made if bias is None else bias, lists.counts, lists.pairs, made, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
-        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
+        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, DOWN_BIAS=bias is not None,
         PANEL=tile.panel, OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return made

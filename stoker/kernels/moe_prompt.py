@@ -15,6 +15,7 @@ from importlib import import_module
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
+from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_many import find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.moe_tile_model import PairTile, pair_tile
@@ -37,9 +38,10 @@ def _pairs_before(counts, expert, BLOCK_EXPERTS: tl.constexpr, COUNTS: tl.conste
 
 @triton.jit
 def _gate_up_tile(
-    x, weight, pairs, inner, first_made, first_out, first_weight, left,
+    x, weight, bias, pairs, inner, expert, first_made, first_out, first_weight, left,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, GRANULE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATE_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     is_row = row < left
@@ -55,18 +57,22 @@ def _gate_up_tile(
             given = tl.load(given_from + start, mask=(start + column < HIDDEN)[None, :], other=0.0)
         sums = tl.dot(given, taken.T, sums)
     gate, up = sums.reshape(ROWS, BLOCK_OUT // GRANULE, 2, GRANULE).permute(0, 1, 3, 2).split()
-    found = (gate / (1 + tl.exp(-gate)) * up).reshape(ROWS, BLOCK_OUT)
     out = first_out + tl.arange(0, BLOCK_OUT)
+    if GATE_BIAS:
+        gate_bias, up_bias = gate_biases(bias, expert, out, WIDTH)
+        gate += gate_bias.reshape(1, BLOCK_OUT // GRANULE, GRANULE)
+        up += up_bias.reshape(1, BLOCK_OUT // GRANULE, GRANULE)
+    found = gated(gate, up, LIMIT, ALPHA).reshape(ROWS, BLOCK_OUT)
     place = inner + (first_made + row).to(tl.int64)[:, None] * WIDTH + out[None, :]
     tl.store(place, found.to(inner.dtype.element_ty), mask=is_row[:, None] & (out < WIDTH)[None, :])
 
 
 @triton.jit
 def _gate_up(
-    x, weight, counts, pairs, inner, capacity,
+    x, weight, bias, counts, pairs, inner, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     GRANULE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
-    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
+    PANEL: tl.constexpr, GATE_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -78,20 +84,21 @@ def _gate_up(
     mine = pairs + expert.to(tl.int64) * capacity + first
     if left > ROWS // 2:
         _gate_up_tile(
-            x, weight, mine, inner, first_made, first_out, first_weight, left,
-            HIDDEN, WIDTH, TOP_K, GRANULE, ROWS, BLOCK_OUT, BLOCK_IN,
+            x, weight, bias, mine, inner, expert, first_made, first_out, first_weight, left,
+            HIDDEN, WIDTH, TOP_K, GRANULE, ROWS, BLOCK_OUT, BLOCK_IN, GATE_BIAS, LIMIT, ALPHA,
         )  # fmt: skip
     elif left > 0:
         _gate_up_tile(
-            x, weight, mine, inner, first_made, first_out, first_weight, left,
-            HIDDEN, WIDTH, TOP_K, GRANULE, ROWS // 2, BLOCK_OUT, BLOCK_IN,
+            x, weight, bias, mine, inner, expert, first_made, first_out, first_weight, left,
+            HIDDEN, WIDTH, TOP_K, GRANULE, ROWS // 2, BLOCK_OUT, BLOCK_IN, GATE_BIAS, LIMIT, ALPHA,
         )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    given, weight, pairs, made, first_given, first_weight, first_out, left,
+    given, weight, bias, pairs, made, expert, first_given, first_weight, first_out, left,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    DOWN_BIAS: tl.constexpr,
 ):  # fmt: skip
     sums = tl.zeros([ROWS, BLOCK_OUT], tl.float32)
     for start in range(0, WIDTH, BLOCK_IN):
@@ -101,16 +108,19 @@ def _down_tile(
     is_row = row < left
     pair = tl.load(pairs + row, mask=is_row, other=0).to(tl.int64)
     out = first_out + tl.arange(0, BLOCK_OUT)
+    if DOWN_BIAS:
+        own = tl.load(bias + expert.to(tl.int64) * HIDDEN + out, mask=out < HIDDEN, other=0.0).to(tl.float32)
+        sums = sums + own[None, :]
     place = made + pair[:, None] * HIDDEN + out[None, :]
     tl.store(place, sums.to(made.dtype.element_ty), mask=is_row[:, None] & (out < HIDDEN)[None, :])
 
 
 @triton.jit
 def _down(
-    inner, inner_half, weight, counts, pairs, made, capacity,
+    inner, inner_half, weight, bias, counts, pairs, made, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
-    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
+    PANEL: tl.constexpr, DOWN_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -122,17 +132,19 @@ def _down(
     mine = pairs + expert.to(tl.int64) * capacity + first
     if left > ROWS // 2:
         _down_tile(
-            inner, weight, mine, made, first_given, first_weight, first_out, left,
-            HIDDEN, WIDTH, ROWS, BLOCK_OUT, BLOCK_IN,
+            inner, weight, bias, mine, made, expert, first_given, first_weight, first_out, left,
+            HIDDEN, WIDTH, ROWS, BLOCK_OUT, BLOCK_IN, DOWN_BIAS,
         )  # fmt: skip
     elif left > 0:
         _down_tile(
-            inner_half, weight, mine, made, first_given, first_weight, first_out, left,
-            HIDDEN, WIDTH, ROWS // 2, BLOCK_OUT, BLOCK_IN,
+            inner_half, weight, bias, mine, made, expert, first_given, first_weight, first_out, left,
+            HIDDEN, WIDTH, ROWS // 2, BLOCK_OUT, BLOCK_IN, DOWN_BIAS,
         )  # fmt: skip
 
 
-def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None) -> Tensor:
+def gate_up_prompt(
+    lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None, gate: Gate = SILU
+) -> Tensor:
     """Return [pairs, width], expert by expert, each one's pairs in list order."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     tile = tile or pair_tile("prompt", "gate_up", lists.num_pairs, num_experts, width, hidden)
@@ -142,17 +154,20 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile |
     descriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
     weight = descriptor.from_tensor(gate_up.view(-1, hidden), [2 * tile.outs, tile.ins])
     _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
-        lists.normed, weight, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
+        lists.normed, weight, inner if gate.bias is None else gate.bias, lists.counts, lists.pairs, inner,
+        lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs,
         BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, PANEL=tile.panel, OVERLAP=overlap,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap, **gate.constants,
     )  # fmt: skip
     return inner
 
 
-def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None) -> Tensor:
-    """Return [pairs, hidden] in pair order, from the result of gate_up_prompt."""
+def down_prompt(
+    lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return [pairs, hidden] in pair order, from the result of gate_up_prompt. bias [experts, hidden]"""
     num_experts, hidden, width = down.shape
     tile = tile or pair_tile("prompt", "down", lists.num_pairs, num_experts, hidden, width)
     overlap = overlaps(down)
@@ -161,7 +176,8 @@ def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None
     given, given_half = (described(inner, [rows, tile.ins]) for rows in (tile.rows, tile.rows // 2))
     weight = described(down.view(-1, width), [tile.outs, tile.ins])
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
-        given, given_half, weight, lists.counts, lists.pairs, made, lists.pairs.shape[1],
+        given, given_half, weight, made if bias is None else bias, lists.counts, lists.pairs, made,
+        lists.pairs.shape[1], DOWN_BIAS=bias is not None,
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, PANEL=tile.panel, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,

@@ -9,10 +9,13 @@ of its weight as the tall side, gate and up of an output together. moe.py has th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
+from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_many import find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.moe_tile_model import Format, PairTile, Side, pair_tile
@@ -128,11 +131,12 @@ def _sums(
 
 @triton.jit(do_not_specialize=["x_stride"])
 def _gate_up(
-    x, x_scale, x_stride, codes, scale, counts, pairs, inner, capacity,
+    x, x_scale, x_stride, codes, scale, bias, counts, pairs, inner, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
-    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
+    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, GATE_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -155,19 +159,23 @@ def _gate_up(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     gate, up = sums.reshape(2, BLOCK_OUT, ROWS).permute(1, 2, 0).split()
-    found = gate / (1 + tl.exp(-gate)) * up
     out = first_out + tl.arange(0, BLOCK_OUT)
+    if GATE_BIAS:
+        gate_bias, up_bias = gate_biases(bias, expert, out, WIDTH)
+        gate, up = gate + gate_bias[:, None], up + up_bias[:, None]
+    found = gated(gate, up, LIMIT, ALPHA)
     place = inner + pair[None, :] * WIDTH + out[:, None]
     tl.store(place, found.to(inner.dtype.element_ty), mask=(out < WIDTH)[:, None] & (row < left)[None, :])
 
 
 @triton.jit(do_not_specialize=["x_stride"])
 def _down(
-    x, x_scale, x_stride, codes, scale, counts, pairs, made_of, capacity,
+    x, x_scale, x_stride, codes, scale, bias, counts, pairs, made_of, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
-    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
+    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, DOWN_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -185,11 +193,17 @@ def _down(
     )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    if DOWN_BIAS:
+        own = tl.load(bias + expert.to(tl.int64) * OUTS + out, mask=out < OUTS, other=0.0).to(tl.float32)
+        sums = sums + own[:, None]
     place = made_of + pair[None, :] * OUTS + out[:, None]
     tl.store(place, sums.to(made_of.dtype.element_ty), mask=(out < OUTS)[:, None] & (row < left)[None, :])
 
 
-def _launch(side: Side, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: PairTile | None) -> Tensor:
+def _launch(
+    side: Side, lists: Lists, x: Tensor, weight: QuantWeight, bias: Tensor | None, out: Tensor, tile: PairTile | None,
+    constants: Mapping[str, float | bool],
+) -> Tensor:  # fmt: skip
     """Launch the kernel for `out` [pairs, outputs], of which a program computes `tile.outs`."""
     form = format_of(weight)
     tile = tile or pair_tile(form, side, lists.num_pairs, lists.num_experts, out.shape[1], weight.shape[1])
@@ -200,25 +214,27 @@ def _launch(side: Side, lists: Lists, x: Tensor, weight: QuantWeight, out: Tenso
     given, given_scale = quantise_triton(x, weight.col_block) if both else (x, x)
     assert weight.is_int4 or weight.col_block == num_ins or weight.col_block % tile.ins == 0
     kernel[(max_tiles(lists, tile.rows) * cdiv(out.shape[1], tile.outs),)](
-        given, given_scale, given_scale.stride(1), weight.codes, weight.scale, lists.counts, lists.pairs, out,
-        lists.pairs.shape[1],
+        given, given_scale, given_scale.stride(1), weight.codes, weight.scale, out if bias is None else bias,
+        lists.counts, lists.pairs, out, lists.pairs.shape[1],
         OUTS=num_outs, INS=num_ins, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), INT4=weight.is_int4, BOTH=both, ROW_BLOCK=weight.row_block,
         COL_BLOCK=weight.col_block, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
         PANEL=tile.panel, PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
         OVERLAP=overlap,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap, **constants,
     )  # fmt: skip
     return out
 
 
-def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: PairTile | None = None) -> Tensor:
+def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: PairTile | None = None, gate: Gate = SILU) -> Tensor:
     """Return [pairs, width]."""
     inner = lists.normed.new_empty(lists.num_pairs, gate_up.shape[0] // lists.num_experts // 2)
-    return _launch("gate_up", lists, lists.normed, gate_up, inner, tile)
+    return _launch("gate_up", lists, lists.normed, gate_up, gate.bias, inner, tile, gate.constants)
 
 
-def quant_down(lists: Lists, inner: Tensor, down: QuantWeight, tile: PairTile | None = None) -> Tensor:
-    """Return [pairs, hidden]."""
+def quant_down(
+    lists: Lists, inner: Tensor, down: QuantWeight, tile: PairTile | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return [pairs, hidden]. bias [experts, hidden]"""
     made = inner.new_empty(len(inner), lists.normed.shape[1])
-    return _launch("down", lists, inner, down, made, tile)
+    return _launch("down", lists, inner, down, bias, made, tile, {"DOWN_BIAS": bias is not None})

@@ -11,7 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_few import LOWEST, Chosen, choose, put_choice
+from stoker.kernels.moe_choice import ExpertRouter, row_scale
+from stoker.kernels.moe_few import Chosen, choose, put_choice, share_of, weighted
+from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_tile_model import ExpertTile, few_tile
 from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
 
@@ -81,22 +83,26 @@ def _add(
 
 @triton.jit
 def _gate_up(
-    x, norm, logits, codes, scale, inner, chosen, weights, eps,
+    x, norm, logits, bias, correction, codes, scale, gate_up_bias, inner, chosen, weights, eps,
     HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, INT4: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, LOWEST: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr,
+    ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, INT4: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATE_BIAS: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     token = pair // TOP_K
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    logit, expert = choose(logits + token * PARTS * EXPERTS, pair % TOP_K, PARTS, EXPERTS, BLOCK_EXPERTS, LOWEST)
     mine = x + token * HIDDEN
-    column = tl.arange(0, BLOCK_HIDDEN)
-    whole = tl.load(mine + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
-    size = tl.rsqrt(tl.sum(whole * whole) / HIDDEN + eps)
+    size = row_scale(mine, eps, HIDDEN, BLOCK_HIDDEN)
+    routed = logits + token * PARTS * EXPERTS
+    expert = choose(
+        routed, pair % TOP_K, size, bias, correction, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS,
+        HAS_CORRECTION, GROUPS, TOP_GROUPS, BLOCK_GROUPS, BLOCK_MEMBERS,
+    )  # fmt: skip
     first_out = tl.program_id(0) * BLOCK_OUT
     both = tl.arange(0, 2 * BLOCK_OUT)
     # Padding reads the last output and is written nowhere.
@@ -109,26 +115,35 @@ def _gate_up(
         )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    if ON_INPUT:
+        size *= share_of(routed, expert, size, bias, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, RENORMALISES)
     gate, up = (tl.sum(tl.sum(sums, 2), 1) * size).reshape(2, BLOCK_OUT).permute(1, 0).split()
-    found = gate / (1 + tl.exp(-gate)) * up
     out = first_out + tl.arange(0, BLOCK_OUT)
+    if GATE_BIAS:
+        gate_bias, up_bias = gate_biases(gate_up_bias, expert, out, WIDTH)
+        gate, up = gate + gate_bias, up + up_bias
+    found = gated(gate, up, LIMIT, ALPHA)
     tl.store(inner + pair * WIDTH + out, found.to(inner.dtype.element_ty), mask=out < WIDTH)
     if tl.program_id(0) == 0:
-        put_choice(logit, expert, size, chosen, weights, pair, BLOCK_EXPERTS, RENORMALISES)
+        put_choice(
+            routed, expert, size, bias, chosen, weights, pair, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS,
+            RENORMALISES, ON_INPUT,
+        )  # fmt: skip
 
 
 @triton.jit
 def _down(
-    x, inner, codes, scale, chosen, weights,
+    x, inner, codes, scale, bias, chosen, weights, scaling,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, INT4: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, DOWN_BIAS: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < HIDDEN
     sums = tl.zeros([BLOCK_OUT, GROUP, TOGETHER], tl.float32)
+    biases = tl.zeros([BLOCK_OUT], tl.float32)
     all_shares = 0.0
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -137,6 +152,8 @@ def _down(
         share = tl.load(weights + pair)
         all_shares += share
         made = tl.load(chosen + pair) * HIDDEN + tl.minimum(out, HIDDEN - 1)
+        if DOWN_BIAS:
+            biases += share * tl.load(bias + made).to(tl.float32)
         for start in tl.static_range(0, WIDTH, BLOCK_IN):
             sums = _add(
                 sums, inner + pair * WIDTH, inner, share, codes, scale, made, start,
@@ -144,9 +161,7 @@ def _down(
             )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    found = tl.sum(tl.sum(sums, 2), 1)
-    if RENORMALISES:
-        found = found / all_shares
+    found = weighted(tl.sum(tl.sum(sums, 2), 1) + biases, all_shares, scaling, RENORMALISES)
     total = tl.load(x + token * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32) + found
     tl.store(x + token * HIDDEN + out, total.to(x.dtype.element_ty), mask=is_out)
 
@@ -164,33 +179,34 @@ def _of_weight(weight: QuantWeight, tile: ExpertTile) -> dict[str, int]:
 
 
 def quant_gate_up_few(
-    x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: QuantWeight, top_k: int, renormalises: bool,
-    tile: ExpertTile | None = None,
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, router: ExpertRouter, gate_up: QuantWeight,
+    tile: ExpertTile | None = None, gate: Gate = SILU,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()
-    num_experts, hidden = logits.shape[2], gate_up.shape[1]
-    width = gate_up.shape[0] // num_experts // 2
+    hidden, width = gate_up.shape[1], gate_up.shape[0] // len(router) // 2
     tile = tile or few_tile("int4" if gate_up.is_int4 else "fp8", "gate_up", width, hidden)
-    found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
+    found, overlap = Chosen.empty(x, router.routing, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
-        x, norm, logits, gate_up.codes, gate_up.scale, found.inner, found.experts, found.weights, eps,
-        HIDDEN=hidden, BLOCK_HIDDEN=next_power_of_2(hidden), WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1],
-        EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts), RENORMALISES=renormalises, LOWEST=LOWEST,
-        OVERLAP=overlap, launch_pdl=overlap, **_of_weight(gate_up, tile),
+        x, norm, logits, *router.extras, gate_up.codes, gate_up.scale, x if gate.bias is None else gate.bias,
+        found.inner, found.experts, found.weights, eps,
+        HIDDEN=hidden, BLOCK_HIDDEN=next_power_of_2(hidden), WIDTH=width, PARTS=logits.shape[1], OVERLAP=overlap,
+        launch_pdl=overlap, **router.constants, **gate.constants, **_of_weight(gate_up, tile),
     )  # fmt: skip
     return found
 
 
 def quant_down_few(
-    x: Tensor, found: Chosen, down: QuantWeight, renormalises: bool, tile: ExpertTile | None = None
+    x: Tensor, found: Chosen, down: QuantWeight, tile: ExpertTile | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Return x + the weighted sum of the experts, in place."""
-    hidden, width = x.shape[1], down.shape[1]
+    """Return x + the weighted sum of the experts, in place. bias [experts, hidden]"""
+    hidden, width, routing = x.shape[1], down.shape[1], found.routing
     tile = tile or few_tile("int4" if down.is_int4 else "fp8", "down", hidden, width)
     overlap = overlaps(x)
     _down[(cdiv(hidden, tile.outs), len(x))](
-        x, found.inner, down.codes, down.scale, found.experts, found.weights,
-        HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), EXPERTS=down.shape[0] // hidden,
-        RENORMALISES=renormalises, OVERLAP=overlap, launch_pdl=overlap, **_of_weight(down, tile),
+        x, found.inner, down.codes, down.scale, x if bias is None else bias, found.experts, found.weights,
+        routing.scaling,
+        HIDDEN=hidden, WIDTH=width, TOP_K=routing.top_k, EXPERTS=down.shape[0] // hidden,
+        RENORMALISES=routing.renormalises, DOWN_BIAS=bias is not None, OVERLAP=overlap, launch_pdl=overlap,
+        **_of_weight(down, tile),
     )  # fmt: skip
     return x

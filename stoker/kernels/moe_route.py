@@ -6,7 +6,7 @@ x [tokens, hidden]   router [experts, hidden]   ->  logits [tokens, parts, exper
 The logits are those of x times the norm's weight. The kernel that reads them adds up their parts and divides by the
 token's norm, which does not change their order. A token and one of its experts are a pair, numbered token * top_k +
 rank. An expert's pairs are listed in any order, because the result of a pair depends on nothing else in the list.
-moe.py has the reference.
+moe_choice.py says which experts are chosen; moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.moe_choice import ExpertRouter, choice_keys, index_of, logits_of, shares
 from stoker.kernels.moe_tile_model import RouterTile, list_warps, router_tile
 
 # Each expert's counter has a cache line of its own: thousands of tokens count at the same time.
@@ -26,7 +27,7 @@ _WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    normed: Tensor  # [tokens, hidden]
+    normed: Tensor  # [tokens, hidden]; scaled by the weight if that multiplies the expert's input
     weights: Tensor  # [tokens, top_k], in float32
     counts: Tensor  # [experts * COUNT_STRIDE]: the number of pairs of each expert
     pairs: Tensor  # [experts, at least tokens]
@@ -79,54 +80,45 @@ def _router_logits(
 
 
 @triton.jit
-def add_parts(logits, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
-    """Return a token's logits."""
-    expert = tl.arange(0, BLOCK_EXPERTS)
-    found = tl.load(logits + expert, mask=expert < EXPERTS, other=float("-inf"))
-    for part in tl.static_range(1, PARTS):
-        found += tl.load(logits + part * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
-    return found
-
-
-@triton.jit
 def _list_by_expert(
-    x, norm, logits, normed, weights, counts, pairs, eps, capacity,
+    x, norm, logits, bias, correction, normed, weights, counts, pairs, eps, scaling, capacity,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISES: tl.constexpr, COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr,
+    ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, COUNTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK_EXPERTS)
-    found = add_parts(logits + token * PARTS * EXPERTS, PARTS, EXPERTS, BLOCK_EXPERTS)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     wide = tl.load(x + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
     learned = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
-    found = found * scale
-    largest = tl.max(found)
-    total = tl.sum(tl.exp(found - largest))
-    # One number that orders by logit, then by expert, the first of equal logits first: a single maximum gives both.
-    bits = found.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    key = (ordered << 32) | (BLOCK_EXPERTS - 1 - expert).to(tl.int64)
-    lowest = -0x7FFFFFFFFFFFFFFF
-    key = tl.where(expert < EXPERTS, key, lowest)
+    mine = logits + token * PARTS * EXPERTS
+    found = logits_of(mine, tl.arange(0, BLOCK_EXPERTS), scale, bias, PARTS, EXPERTS, HAS_BIAS)
+    key = choice_keys(
+        mine, found, scale, bias, correction, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, HAS_CORRECTION,
+        GROUPS, TOP_GROUPS, BLOCK_GROUPS, BLOCK_MEMBERS,
+    )  # fmt: skip
     rank = tl.arange(0, BLOCK_K)
     best = tl.full([BLOCK_K], 0, tl.int64)
     for i in tl.static_range(TOP_K):
         one = tl.max(key)
         best = tl.where(rank == i, one, best)
-        key = tl.where(key == one, lowest, key)
+        key = tl.where(key == one, -0x7FFFFFFFFFFFFFFF, key)
     is_chosen = rank < TOP_K
-    chosen = tl.minimum(BLOCK_EXPERTS - 1 - (best & 0xFFFFFFFF).to(tl.int32), EXPERTS - 1)
-    ordered_best = (best >> 32).to(tl.int32)
-    logit = (ordered_best ^ ((ordered_best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    weight = tl.where(is_chosen, tl.exp(logit - largest), 0.0)
+    chosen = tl.minimum(index_of(best, BLOCK_EXPERTS), EXPERTS - 1)
+    logit = logits_of(mine, chosen, scale, bias, PARTS, EXPERTS, HAS_BIAS)
+    weight = tl.where(is_chosen, shares(found, logit, SIGMOID, RENORMALISES), 0.0)
     if RENORMALISES:
-        total = tl.sum(weight)
+        weight = weight / (tl.sum(weight) + 1e-20)
+    weight = weight * scaling
+    if ON_INPUT:
+        scale = scale * tl.sum(weight)
+        weight = tl.full([BLOCK_K], 1.0, tl.float32)
     pair = token * TOP_K + rank
-    tl.store(weights + pair, weight / total, mask=is_chosen)
+    tl.store(weights + pair, weight, mask=is_chosen)
     slot = tl.atomic_add(counts + chosen * COUNTS, 1, mask=is_chosen, sem="relaxed")
     tl.store(pairs + chosen.to(tl.int64) * capacity + slot, pair.to(tl.int32), mask=is_chosen)
     tl.store(normed + token * HIDDEN + column, (wide * scale * learned).to(normed.dtype.element_ty), mask=inside)
@@ -149,20 +141,16 @@ def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: RouterTile | No
     return logits, counts
 
 
-def list_by_expert(
-    x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: Tensor, top_k: int, renormalises: bool
-) -> Lists:
-    (num_tokens, num_parts, num_experts), hidden = logits.shape, x.shape[1]
+def list_by_expert(x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: Tensor, router: ExpertRouter) -> Lists:
+    (num_tokens, num_parts, num_experts), hidden, top_k = logits.shape, x.shape[1], router.routing.top_k
     normed = torch.empty_like(x)
     weights = logits.new_empty(num_tokens, top_k)
     # A multiple of 16 for any number of tokens, so that one compiled kernel serves all.
     pairs = counts.new_empty(num_experts, -(-num_tokens // 16) * 16)
     overlap = overlaps(x)
     _list_by_expert[(num_tokens,)](
-        x, norm, logits, normed, weights, counts, pairs, eps, pairs.shape[1],
-        HIDDEN=hidden, BLOCK=next_power_of_2(hidden), PARTS=num_parts, EXPERTS=num_experts,
-        BLOCK_EXPERTS=next_power_of_2(num_experts), TOP_K=top_k,
-        BLOCK_K=max(_WARP, next_power_of_2(top_k)), RENORMALISES=renormalises, COUNTS=COUNT_STRIDE,
-        OVERLAP=overlap, num_warps=list_warps(hidden), launch_pdl=overlap,
+        x, norm, logits, *router.extras, normed, weights, counts, pairs, eps, router.routing.scaling, pairs.shape[1],
+        HIDDEN=hidden, BLOCK=next_power_of_2(hidden), PARTS=num_parts, BLOCK_K=max(_WARP, next_power_of_2(top_k)),
+        COUNTS=COUNT_STRIDE, OVERLAP=overlap, num_warps=list_warps(hidden), launch_pdl=overlap, **router.constants,
     )  # fmt: skip
     return Lists(normed, weights, counts, pairs)

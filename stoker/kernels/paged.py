@@ -8,6 +8,10 @@ pieces (pieces.py, exact_pieces.py): spans that decode one token or verify a few
 some of their key blocks. The pieces of one group leave partial results. For the former, the last piece to finish merges
 them; for tiles, a kernel that follows does. The result overwrites the query; padding stays unchanged. attention.py is
 the reference. Pages of 8-bit values have kernels of their own (paged_codes.py), which take the same pieces.
+
+Layers that see only a window or a chunk (reach.py) take the same pieces too, and share their own, fewer blocks among
+them. A sink is a logit per query head that takes part in the softmax without a value: the first piece of a group starts
+with it.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from stoker.kernels.dense import dense_attention
 from stoker.kernels.dispatch import is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
 from stoker.kernels.kv_pages import kernel_pages, page_options, page_tokens
 from stoker.kernels.paged_codes import attend_single_codes, attend_tile_codes
-from stoker.kernels.paged_parts import join_tiles, merge, span_rows
+from stoker.kernels.paged_parts import join_tiles, merge, single_blocks, span_rows, start_sums, tile_blocks
 from stoker.kernels.pieces import FIELDS, Ints, cut_keys, cut_tokens
+from stoker.kernels.reach import FULL, Reach, first_seen
 
 _LOG2_E = log2(e)
 # The number of programs that keep a large GPU busy: small ones for single tokens, which are memory-bound, and large
@@ -66,6 +71,7 @@ class PagedSpans:
     pages_per_block: int
     num_kv_heads: int
     form: SpanForm = SpanForm()
+    reach: Reach = FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +161,11 @@ def new_counters(device: torch.device, count: int = 2 * _SINGLE_PROGRAMS) -> Ten
 
 @triton.jit
 def _attend_single(
-    q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, scale, table_width, pages_per_block,
+    q, pages, table, token_rows, positions, sinks, pieces, parts, part_sums, finished, scale, table_width,
+    pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr, GUARDED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, GUARDED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    FIXED: tl.constexpr, MIN_BLOCKS: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(0), tl.program_id(1)  # padding comes last
     # The tables are inputs of the step. They were written before its first kernel.
@@ -177,23 +185,30 @@ def _attend_single(
     is_head = is_row[:, None]
     place = first_value[:, None] + column[None, :]
     blocks = table + tl.load(token_rows + token).to(tl.int64) * table_width
-    if GUARDED:
-        end = tl.minimum(end, (last + BLOCK) // BLOCK)
+    first, begin, end, num_parts = single_blocks(
+        position, last, begin, end, number - group, num_parts, BLOCK, GUARDED, WINDOW, CHUNK, FIXED, MIN_BLOCKS
+    )
+    if number - group >= num_parts:
+        return
     wait_for_inputs(OVERLAP)
     query = tl.load(q + place, mask=is_head, other=0.0)
     inside_page = key[:, None] * DIM + column[None, :]
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    shared = row % (ROWS // TOKENS)
+    largest, total = start_sums(sinks, head * SHARED + shared, shared < SHARED, number == group, ROWS, SINKS)
     found = tl.zeros([ROWS, DIM], tl.float32)
     for number_of_block in range(begin, end):
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM)
         at = number_of_block * BLOCK + key
         is_there = at <= last
+        is_seen = at[None, :] <= position[:, None]
+        if WINDOW + CHUNK > 0:
+            is_there = is_there & (at >= first)
+            is_seen = is_seen & (at[None, :] >= first_seen(position, WINDOW, CHUNK)[:, None])
         keys = tl.load(page + inside_page, mask=is_there[:, None], other=0.0).to(query.dtype)
         values = tl.load(page + KV_HEADS * BLOCK * DIM + inside_page, mask=is_there[:, None], other=0.0).to(query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
+        score = tl.where(is_seen, score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
         shift = new_largest
         if GUARDED:
@@ -223,20 +238,26 @@ def _attend_single(
 
 @triton.jit
 def _attend_tile(
-    q, pages, table, token_rows, positions, pieces, parts, part_sums, scale, table_width, pages_per_block,
+    q, pages, table, token_rows, positions, sinks, pieces, parts, part_sums, scale, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(0), tl.program_id(1)
     piece = pieces + number * FIELDS
     first, count = tl.load(piece).to(tl.int64), tl.load(piece + 1).to(tl.int32)
     begin, end = tl.load(piece + 2).to(tl.int32), tl.load(piece + 3).to(tl.int32)
-    num_parts = tl.load(piece + 5).to(tl.int32)
+    group, num_parts = tl.load(piece + 4).to(tl.int32), tl.load(piece + 5).to(tl.int32)
     if count == 0:
         if number == 0:
             wait_for_inputs(OVERLAP)
         return
     start = tl.load(positions + first).to(tl.int32)
+    first_key, first_of_all, begin, end, num_parts = tile_blocks(
+        start, count, begin, end, number - group, num_parts, BLOCK, WINDOW, CHUNK, MIN_BLOCKS
+    )
+    if number - group >= num_parts:
+        return
     row = tl.arange(0, TOKENS * SHARED_PADDED)
     column = tl.arange(0, DIM)
     token, shared = row // SHARED_PADDED, row % SHARED_PADDED
@@ -247,14 +268,18 @@ def _attend_tile(
     wait_for_inputs(OVERLAP)
     query = tl.load(q + place, mask=is_mine, other=0.0)
     inside_page = tl.arange(0, BLOCK)[:, None] * DIM + column[None, :]
-    largest = tl.full([TOKENS * SHARED_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS * SHARED_PADDED], tl.float32)
+    largest, total = start_sums(
+        sinks, head * SHARED + shared, shared < SHARED, number == group, TOKENS * SHARED_PADDED, SINKS
+    )
     found = tl.zeros([TOKENS * SHARED_PADDED, DIM], tl.float32)
-    seen_by_all = tl.minimum(tl.maximum((start + 1) // BLOCK, begin), end)
+    # The blocks that all tokens see whole come first, then those that only some see: the last ones, and with a local
+    # reach the first ones.
+    whole_begin = tl.minimum(tl.maximum(first_of_all, begin), end)
+    whole_end = tl.minimum(tl.maximum((start + 1) // BLOCK, whole_begin), end)
     if EXACT:  # the two loops round differently, and which keys all tokens of a tile see depends on the tile
-        seen_by_all = begin
+        whole_begin, whole_end = begin, begin
     else:
-        for number_of_block in range(begin, seen_by_all):
+        for number_of_block in range(whole_begin, whole_end):
             block = tl.load(blocks + number_of_block).to(tl.int64)
             page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
             keys = tl.load(page).to(query.dtype)
@@ -267,15 +292,20 @@ def _attend_tile(
             found = found * fade[:, None]
             found = tl.dot(weight.to(values.dtype), values, found, input_precision="ieee")
             largest = new_largest
-    for number_of_block in range(seen_by_all, end):
+    for step in range(begin, end - (whole_end - whole_begin)):
+        number_of_block = step + tl.where(step < whole_begin, 0, whole_end - whole_begin)
         at = number_of_block * BLOCK + tl.arange(0, BLOCK)
         is_there = at < start + count
+        is_seen = at[None, :] <= position[:, None]
+        if WINDOW + CHUNK > 0:
+            is_there = is_there & (at >= first_key)
+            is_seen = is_seen & (at[None, :] >= first_seen(position, WINDOW, CHUNK)[:, None])
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
         keys = tl.load(page, mask=is_there[:, None], other=0.0).to(query.dtype)
         values = tl.load(page + KV_HEADS * BLOCK * DIM, mask=is_there[:, None], other=0.0).to(query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
+        score = tl.where(is_seen, score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
         # A part may have no key that its first tokens see.
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -295,9 +325,9 @@ def _attend_tile(
 
 
 def paged_attention_triton(
-    q: Tensor, key: Tensor, value: Tensor, pages: Tensor, spans: PagedSpans, scale: float
+    q: Tensor, key: Tensor, value: Tensor, pages: Tensor, spans: PagedSpans, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Compute attention; the result overwrites q."""
+    """Compute attention; the result overwrites q. sinks [heads]: one more logit of each head's softmax."""
     assert q.is_contiguous()
     num_heads, head_dim = q.shape[1:]
     kv_heads, block_tokens = spans.num_kv_heads, page_tokens(pages, head_dim)
@@ -305,38 +335,42 @@ def paged_attention_triton(
     single, tile = (attend_single_codes, attend_tile_codes) if options else (_attend_single, _attend_tile)
     shared = num_heads // kv_heads
     common = (scale * _LOG2_E, spans.table.stride(0), spans.pages_per_block)
-    where = (q, kernel_pages(pages), spans.table, spans.token_rows, spans.positions)
-    overlap, form = overlaps(q), spans.form
+    where = (q, kernel_pages(pages), spans.table, spans.token_rows, spans.positions, q if sinks is None else sinks)
+    overlap, form, reach = overlaps(q), spans.form, spans.reach
+    options |= {"WINDOW": reach.window, "CHUNK": reach.chunk, "SINKS": sinks is not None, "OVERLAP": overlap}
     if len(spans.singles):
         rows = span_tile_rows(form, shared)
         programs = len(spans.singles) * kv_heads if form.exact else _SINGLE_PROGRAMS
-        parts, part_sums = _new_parts(q, len(spans.singles), programs, kv_heads, rows)
+        parts, part_sums = new_parts(q, len(spans.singles), programs, kv_heads, rows)
         single[(kv_heads, len(spans.singles))](
             *where, spans.singles, parts, part_sums, spans.finished, *common,
             KV_HEADS=kv_heads, SHARED=shared, TOKENS=form.span_tokens, ROWS=rows, DIM=head_dim, BLOCK=block_tokens,
-            FIELDS=FIELDS, GUARDED=form.guarded, OVERLAP=overlap,
+            FIELDS=FIELDS, GUARDED=form.guarded or reach.is_local, FIXED=form.exact, MIN_BLOCKS=_SINGLE_BLOCKS,
             num_warps=_SINGLE_WARPS, num_stages=_SINGLE_STAGES, launch_pdl=overlap, **options,
         )  # fmt: skip
     if len(spans.tiles):
         tokens, padded = tile_tokens(shared, q.dtype), _padded(shared)
-        parts, part_sums = _new_parts(q, len(spans.tiles), _TILE_PROGRAMS, kv_heads, tokens * padded)
+        parts, part_sums = new_parts(q, len(spans.tiles), _TILE_PROGRAMS, kv_heads, tokens * padded)
         is_wide = q.dtype == torch.float32
         tile[(kv_heads, len(spans.tiles))](
             *where, spans.tiles, parts, part_sums, *common,
             KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim,
-            BLOCK=block_tokens, FIELDS=FIELDS, EXACT=form.exact, OVERLAP=overlap,
+            BLOCK=block_tokens, FIELDS=FIELDS, EXACT=form.exact, MIN_BLOCKS=_TILE_BLOCKS,
             num_warps=4 if is_wide else _TILE_WARPS, num_stages=1 if is_wide else _TILE_STAGES if overlap else 2,
             maxnreg=_TILE_REGISTERS if overlap and not is_wide and head_dim <= 128 else None, launch_pdl=overlap,
             **options,
         )  # fmt: skip
         if not form.exact:  # then keys of tiles are not split
             joined = min(tokens * padded, _JOINED_ROWS)
-            join_tiles[(_max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
-                q, spans.tiles, parts, part_sums,
+            join_tiles[(max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
+                q, spans.positions, spans.tiles, parts, part_sums,
                 KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim, ROWS=joined,
-                FIELDS=FIELDS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+                BLOCK=block_tokens, FIELDS=FIELDS, WINDOW=reach.window, CHUNK=reach.chunk, MIN_BLOCKS=_TILE_BLOCKS,
+                OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
             )  # fmt: skip
     for first, count in spans.whole:
+        assert sinks is None, "dense.py has no sinks"
+        assert not reach.first_key(count - 1), "dense.py has no windows and no chunks"
         mine = slice(first, first + count)
         found = dense_attention(q[mine], key[mine], value[mine], scale)
         if count == len(q):
@@ -345,12 +379,12 @@ def paged_attention_triton(
     return q
 
 
-def _new_parts(q: Tensor, num_pieces: int, programs: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
-    count = _max_parts(num_pieces, programs, kv_heads) * kv_heads * rows
+def new_parts(q: Tensor, num_pieces: int, programs: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
+    count = max_parts(num_pieces, programs, kv_heads) * kv_heads * rows
     return q.new_empty(count, q.shape[2], dtype=torch.float32), q.new_empty(count, dtype=torch.float32)
 
 
-def _max_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
+def max_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
     """Upper bound of the number of parts among this many pieces: see `cut_keys`."""
     return min(num_pieces, 2 * max(1, programs // kv_heads))
 

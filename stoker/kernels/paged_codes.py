@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from stoker.kernels.dispatch import tl, triton, wait_for_inputs
 from stoker.kernels.kv_pages import load_scales
-from stoker.kernels.paged_parts import merge, span_rows
+from stoker.kernels.paged_parts import merge, single_blocks, span_rows, start_sums, tile_blocks
+from stoker.kernels.reach import first_seen
 
 
 @triton.jit
@@ -97,9 +98,11 @@ def _attend_block(
 
 @triton.jit
 def attend_single_codes(
-    q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, scale, table_width, pages_per_block,
+    q, pages, table, token_rows, positions, sinks, pieces, parts, part_sums, finished, scale, table_width,
+    pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr, GUARDED: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, GUARDED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    FIXED: tl.constexpr, MIN_BLOCKS: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
     INT8: tl.constexpr,
 ):  # fmt: skip
     """Like `_attend_single` in paged.py."""
@@ -119,12 +122,15 @@ def attend_single_codes(
     is_head = is_row[:, None]
     place = first_value[:, None]
     blocks = table + tl.load(token_rows + token).to(tl.int64) * table_width
-    if GUARDED:
-        end = tl.minimum(end, (last + BLOCK) // BLOCK)
+    first, begin, end, num_parts = single_blocks(
+        position, last, begin, end, number - group, num_parts, BLOCK, GUARDED, WINDOW, CHUNK, FIXED, MIN_BLOCKS
+    )
+    if number - group >= num_parts:
+        return
     wait_for_inputs(OVERLAP)
     even, odd, factor = _load_query(q + place + even_column, is_head, scale, INT8)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    shared = row % (ROWS // TOKENS)
+    largest, total = start_sums(sinks, head * SHARED + shared, shared < SHARED, number == group, ROWS, SINKS)
     if TOKENS > 1:
         unit = tl.full([ROWS], 1e-30, tl.float32)
     else:
@@ -134,9 +140,14 @@ def attend_single_codes(
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * PAGE
         at = number_of_block * BLOCK + tl.arange(0, BLOCK)
+        is_there = at <= last
+        is_seen = at[None, :] <= position[:, None]
+        if WINDOW + CHUNK > 0:
+            is_there = is_there & (at >= first)
+            is_seen = is_seen & (at[None, :] >= first_seen(position, WINDOW, CHUNK)[:, None])
         largest, total, unit, found_even, found_odd = _attend_block(
-            page, at <= last, at[None, :] <= position[:, None], even, odd, factor, largest, total, unit, found_even,
-            found_odd, KV_HEADS, DIM, BLOCK, PAGE, INT8, True, TOKENS > 1,
+            page, is_there, is_seen, even, odd, factor, largest, total, unit, found_even, found_odd,
+            KV_HEADS, DIM, BLOCK, PAGE, INT8, True, TOKENS > 1,
         )  # fmt: skip
     if GUARDED:
         total = tl.where(total == 0.0, 1.0, total)
@@ -163,22 +174,27 @@ def attend_single_codes(
 
 @triton.jit
 def attend_tile_codes(
-    q, pages, table, token_rows, positions, pieces, parts, part_sums, scale, table_width, pages_per_block,
+    q, pages, table, token_rows, positions, sinks, pieces, parts, part_sums, scale, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
-    INT8: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Like `_attend_tile` in paged.py."""
     head, number = tl.program_id(0), tl.program_id(1)
     piece = pieces + number * FIELDS
     first, count = tl.load(piece).to(tl.int64), tl.load(piece + 1).to(tl.int32)
     begin, end = tl.load(piece + 2).to(tl.int32), tl.load(piece + 3).to(tl.int32)
-    num_parts = tl.load(piece + 5).to(tl.int32)
+    group, num_parts = tl.load(piece + 4).to(tl.int32), tl.load(piece + 5).to(tl.int32)
     if count == 0:
         if number == 0:
             wait_for_inputs(OVERLAP)
         return
     start = tl.load(positions + first).to(tl.int32)
+    first_key, first_of_all, begin, end, num_parts = tile_blocks(
+        start, count, begin, end, number - group, num_parts, BLOCK, WINDOW, CHUNK, MIN_BLOCKS
+    )
+    if number - group >= num_parts:
+        return
     row = tl.arange(0, TOKENS * SHARED_PADDED)
     key = tl.arange(0, BLOCK)
     even_column = 2 * tl.arange(0, DIM // 2)[None, :]
@@ -188,33 +204,40 @@ def attend_tile_codes(
     blocks = table + tl.load(token_rows + first).to(tl.int64) * table_width
     wait_for_inputs(OVERLAP)
     even, odd, factor = _load_query(place, is_mine, scale, INT8)
-    largest = tl.full([TOKENS * SHARED_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS * SHARED_PADDED], tl.float32)
+    largest, total = start_sums(
+        sinks, head * SHARED + shared, shared < SHARED, number == group, TOKENS * SHARED_PADDED, SINKS
+    )
     if EXACT:
         unit = tl.full([TOKENS * SHARED_PADDED], 1e-30, tl.float32)
     else:
         unit = 1e-30
     found_even = tl.zeros([TOKENS * SHARED_PADDED, DIM // 2], tl.float32)
     found_odd = tl.zeros([TOKENS * SHARED_PADDED, DIM // 2], tl.float32)
-    seen_by_all = tl.minimum(tl.maximum((start + 1) // BLOCK, begin), end)
+    whole_begin = tl.minimum(tl.maximum(first_of_all, begin), end)
+    whole_end = tl.minimum(tl.maximum((start + 1) // BLOCK, whole_begin), end)
     everything = tl.full([BLOCK], 1, tl.int1)
     if EXACT:
-        seen_by_all = begin
+        whole_begin, whole_end = begin, begin
     else:
-        for number_of_block in range(begin, seen_by_all):
+        for number_of_block in range(whole_begin, whole_end):
             block = tl.load(blocks + number_of_block).to(tl.int64)
             page = pages + (block * pages_per_block + head) * PAGE
             largest, total, unit, found_even, found_odd = _attend_block(
                 page, everything, everything, even, odd, factor, largest, total, unit, found_even, found_odd,
                 KV_HEADS, DIM, BLOCK, PAGE, INT8, False, False,
             )  # fmt: skip
-    for number_of_block in range(seen_by_all, end):
+    for step in range(begin, end - (whole_end - whole_begin)):
+        number_of_block = step + tl.where(step < whole_begin, 0, whole_end - whole_begin)
         at = number_of_block * BLOCK + key
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * PAGE
+        is_there = at < start + count
         is_seen = at[None, :] <= (start + token)[:, None]
+        if WINDOW + CHUNK > 0:
+            is_there = is_there & (at >= first_key)
+            is_seen = is_seen & (at[None, :] >= first_seen(start + token, WINDOW, CHUNK)[:, None])
         largest, total, unit, found_even, found_odd = _attend_block(
-            page, at < start + count, is_seen, even, odd, factor, largest, total, unit, found_even, found_odd,
+            page, is_there, is_seen, even, odd, factor, largest, total, unit, found_even, found_odd,
             KV_HEADS, DIM, BLOCK, PAGE, INT8, True, EXACT,
         )  # fmt: skip
     rest = (unit * (1.0 if INT8 else 256.0) / tl.where(total == 0.0, 1.0, total))[:, None]

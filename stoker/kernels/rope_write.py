@@ -3,9 +3,11 @@
 
 heads [tokens, heads + 2 * kv_heads, head_dim], q then k then v
     ->  q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]
-cos, sin [tokens, head_dim]: the tables' rows of the tokens' positions; positions [tokens], -1 is padding: a query of zeros, no KV
+cos, sin [tokens, head_dim]: the tables' rows of the tokens' positions; None where the layer does not rotate
+positions [tokens], -1 is padding: a query of zeros, no KV
 pages: the layer's (kv_pages.py); slots [tokens * kv_heads]: where K goes, counted from the first token of the layer's first page
 norms: the weights of q's and k's norm [head_dim], and its epsilon; None where the model has none
+temperature: of q; None where the layer has none
 
 The returned k and v are rounded to what the cache holds, so that attention sees the same values whether it reads them
 from the cache or not.
@@ -41,31 +43,48 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Later tokens attend more sharply: q is multiplied by 1 + scale * log(1 + (position + 1) // floor)."""
+
+    scale: float
+    floor: int
+
+    def of(self, positions: Tensor) -> Tensor:
+        """Return the factors, in float64: rounded to another dtype, they do not depend on a token's place."""
+        return ((positions + 1) // self.floor).double().log1p() * self.scale + 1
+
+
 def rope_write_ref(
     heads: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     pages: Tensor,
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
+    temperature: Temperature | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads = heads.shape[1] - 2 * num_kv_heads
     turned, value = heads.split([num_heads + num_kv_heads, num_kv_heads], 1)
     if norms is not None:
         query, key = turned.split([num_heads, num_kv_heads], 1)
         turned = torch.cat([rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)], 1)
-    query, key = rope(turned, cos, sin).split([num_heads, num_kv_heads], 1)
+    if cos is not None and sin is not None:
+        turned = rope(turned, cos, sin)
+    query, key = turned.split([num_heads, num_kv_heads], 1)
+    if temperature is not None:
+        query = query * temperature.of(positions).to(query.dtype)[:, None, None]
     return query, kv_write(key, pages, slots), kv_write(value, pages[num_kv_heads:], slots)
 
 
 @triton.jit
 def _rope_write(
-    heads, cos, sin, positions, pages, slots, query, query_norm, key_norm, eps,
+    heads, cos, sin, positions, pages, slots, query, query_norm, key_norm, eps, sharpness,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
-    LARGEST: tl.constexpr, INT8: tl.constexpr, ROUNDS: tl.constexpr, NORM: tl.constexpr, AT_ONCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LARGEST: tl.constexpr, INT8: tl.constexpr, ROUNDS: tl.constexpr, NORM: tl.constexpr, TURNS: tl.constexpr,
+    FLOOR: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -73,7 +92,8 @@ def _rope_write(
     column = tl.arange(0, DIM // 2)
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     out = query + (token * HEADS + head)[:, None] * DIM + column[None, :]
-    if tl.load(positions + token) < 0:
+    position = tl.load(positions + token)
+    if position < 0:
         nothing = tl.zeros([AT_ONCE, DIM // 2], query.dtype.element_ty)
         tl.store(out, nothing, mask=is_query[:, None])
         tl.store(out + DIM // 2, nothing, mask=is_query[:, None])
@@ -91,10 +111,15 @@ def _rope_write(
         key_high = tl.load(key_norm + DIM // 2 + column).to(tl.float32)[None, :]
         left = low * scale * tl.where(is_query[:, None], query_low, key_low)
         right = high * scale * tl.where(is_query[:, None], query_high, key_high)
-    # Both halves of cos and sin are equal, except for the sign of sin's first half.
-    turn_cos = tl.load(cos + token * DIM + column).to(tl.float32)[None, :]
-    turn_sin = tl.load(sin + token * DIM + DIM // 2 + column).to(tl.float32)[None, :]
-    left, right = left * turn_cos - right * turn_sin, right * turn_cos + left * turn_sin
+    if TURNS:
+        # Both halves of cos and sin are equal, except for the sign of sin's first half.
+        turn_cos = tl.load(cos + token * DIM + column).to(tl.float32)[None, :]
+        turn_sin = tl.load(sin + token * DIM + DIM // 2 + column).to(tl.float32)[None, :]
+        left, right = left * turn_cos - right * turn_sin, right * turn_cos + left * turn_sin
+    if FLOOR > 0:  # a temperature
+        factor = 1.0 + sharpness * tl.log(1.0 + ((position + 1) // FLOOR).to(tl.float32))
+        left = tl.where(is_query[:, None], left * factor, left)
+        right = tl.where(is_query[:, None], right * factor, right)
     left = tl.where(is_value[:, None], low, left).to(query.dtype.element_ty)
     right = tl.where(is_value[:, None], high, right).to(query.dtype.element_ty)
     tl.store(out, left, mask=is_query[:, None])
@@ -131,13 +156,14 @@ def _rope_write(
 
 def rope_write_triton(
     heads: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     pages: Tensor,
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
+    temperature: Temperature | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel. `heads` is reused: k and v stay there, k rotated, both rounded."""
     assert heads.is_contiguous()
@@ -145,12 +171,14 @@ def rope_write_triton(
     overlap = overlaps(heads)
     query = heads.new_empty(num_tokens, all_heads - 2 * num_kv_heads, head_dim)
     _rope_write[(num_tokens, cdiv(all_heads, _HEADS_AT_ONCE))](
-        heads, cos, sin, positions, kernel_pages(pages), slots, query,
+        heads, heads if cos is None else cos, heads if sin is None else sin, positions, kernel_pages(pages), slots, query,
         norms.query if norms else heads, norms.key if norms else heads, norms.eps if norms else 0.0,
+        temperature.scale if temperature else 0.0,
         HEADS=all_heads - 2 * num_kv_heads, KV_HEADS=num_kv_heads, DIM=head_dim,
         BLOCK_TOKENS=page_tokens(pages, head_dim), PAGE=pages.shape[1],
         LARGEST=LARGEST_CODE.get(pages.dtype, 0.0), INT8=pages.dtype == torch.int8, ROUNDS=pages.dtype != heads.dtype,
-        NORM=norms is not None, AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
+        NORM=norms is not None, TURNS=cos is not None, FLOOR=temperature.floor if temperature else 0,
+        AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return query, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
@@ -158,13 +186,14 @@ def rope_write_triton(
 
 def rope_write(
     heads: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     pages: Tensor,
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
+    temperature: Temperature | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = rope_write_triton if use_triton(heads) and is_power_of_2(heads.shape[-1]) else rope_write_ref
-    return run(heads, cos, sin, positions, pages, slots, num_kv_heads, norms)
+    return run(heads, cos, sin, positions, pages, slots, num_kv_heads, norms, temperature)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from stoker.base.errors import ModelFilesError
 from stoker.kernels.cpu_int8 import Int8Kernel as Int8Kernel
 from stoker.kernels.cpu_int8 import Int8Weight, rotate_outputs
 from stoker.kernels.dispatch import overlaps
@@ -149,7 +150,7 @@ class Fp8:
             )
             row_block = 1
         weight = fp8_weight(codes, scale, row_block, self.col_block or num_ins, self.quantises_inputs)
-        return weight if _has_kernels(codes, dtype) else dequantise(weight, dtype)
+        return weight if has_kernels(codes, dtype) else dequantise(weight, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class Int4:
         int8: Int8Packing | None,
     ) -> Ready:
         words, scale = tensors["weight_packed"], tensors["weight_scale"]
-        if _has_kernels(words, dtype):
+        if has_kernels(words, dtype):
             return int4_weight(words, scale)
         return unpack_int4(words, scale, dtype)
 
@@ -285,10 +286,39 @@ class StoredWeight(nn.Module):
             parameter.data = tensor
         return weight
 
+    def reorder_rows(self, rows: Sequence[int]) -> None:
+        """Reorder the first outputs, before `ready`: output i becomes what `rows[i]` was. Scales that several outputs
+        share stay where they are. Raises ModelFilesError if an output would get another scale."""
+        index = torch.tensor(rows)
+        for name in self._names:
+            values = self.get_parameter(name).data
+            if values.is_meta:
+                continue
+            if len(values) == self.out_features:
+                moved = (
+                    values.view(torch.uint8) if values.itemsize == 1 else values
+                )  # torch cannot index every 8-bit dtype
+                moved[: len(rows)] = moved[index.to(values.device)]
+            elif not torch.equal((scale := self._scale_of_rows())[index], scale[: len(rows)]):
+                raise ModelFilesError(
+                    f"{name}: {len(values)} scales for {self.out_features} outputs, and the order in which heads are rotated "
+                    "moves outputs from one scale to another; use a checkpoint with one scale per output"
+                )
+
+    def _scale_of_rows(self) -> Tensor:
+        """Return the number of each output's scale, if outputs share scales."""
+        block = getattr(self._stored, "row_block", None)
+        found, first = [], 0
+        for part in self._parts:
+            found.append(first + torch.arange(part) // (block or part))
+            first += _blocks(part, block)
+        return torch.cat(found)
+
     def drop(self) -> None:
         """Drop the parameters; the kernels have their own copy."""
         for name in self._names:
-            self.get_parameter(name).data = torch.empty(0)
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.new_empty(0)
 
 
 def _kept(weight: Ready) -> list[Tensor]:
@@ -302,5 +332,6 @@ def _blocks(size: int, block: int | None) -> int:
     return 1 if block is None else -(-size // block)
 
 
-def _has_kernels(x: Tensor, dtype: torch.dtype) -> bool:
+def has_kernels(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if the device of x has kernels for quantised weights of a model with this dtype."""
     return overlaps(x) and dtype == torch.bfloat16

@@ -9,23 +9,36 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from stoker.base import garbage
 from stoker.base.errors import ModelFilesError
 from stoker.base.registry import Registry
 from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.features import Tap
 from stoker.layers.quant import Int8Kernel
+from stoker.parallel.mesh import Mesh
+from stoker.parallel.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
+class SourceSlice:
+    """The part of a checkpoint tensor that a rank takes: `count` entries of an axis, from `first` on."""
+
+    axis: int
+    first: int
+    count: int
+
+
+@dataclass(slots=True)  # not frozen, for speed: large models have 200,000 of them
 class Rule:
-    """The checkpoint tensor `source` fills rows [first, first + count) of the parameter `target`; count None means all
-    rows."""
+    """The checkpoint tensor `source`, or the slice `cut` of it, fills rows [first, first + count) of the parameter
+    `target`; count None means all rows."""
 
     source: str
     target: str
     first: int = 0
     count: int | None = None
+    cut: SourceSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +58,12 @@ class ModelShape:
 class Model(Protocol):
     """An nn.Module of one family. Its parameters are empty until `weights.load` has applied the family's rules."""
 
-    def __call__(self, batch: ForwardBatch, taps: Sequence[Tap] = ()) -> Tensor:
-        """Return the hidden states [tokens, hidden], the input of the head. Each tap gets those of its layer; taps are
-        ordered by their layers."""
+    def __call__(self, batch: ForwardBatch, taps: Sequence[Tap] = (), entering: Tensor | None = None) -> Tensor:
+        """Return the hidden states [tokens, hidden] that leave the last layer. Each tap gets those of its layer; taps are
+        ordered by their layers. `entering` are those of the stage before; None: this is the first stage."""
+
+    def join(self, mesh: Mesh) -> None:
+        """Give a rank's part of a model the other ranks, before its first step."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
@@ -60,6 +76,10 @@ class Model(Protocol):
     @property
     def bytes_per_token(self) -> int:
         """Upper bound of a forward pass's memory per token, beside weights and KV."""
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if the attention of some layer has sinks (kernels/attention.py)."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -74,9 +94,14 @@ class ModelFamily(Protocol):
     shape: ModelShape
     kv_groups: tuple[KvGroup, ...]
     rules: list[Rule]
-    ignored: frozenset[str]  # checkpoint tensors that are known and not loaded
+    # Checkpoint tensors that are known and not loaded. A name that ends with a dot stands for all that begin with it.
+    ignored: frozenset[str]
 
     def __init__(self, hf: Mapping[str, Any]) -> None: ...
+
+    def sharded(self, shard: Shard) -> ModelFamily:
+        """Return a rank's part of the whole model: its `shape`, `rules` and `build` are those of the part. `kv_groups` have
+        the layers of its stage, and the heads of all ranks. Raises ConfigError if the model cannot be split like this."""
 
     def build(self, num_positions: int) -> Model:
         """Build the model with empty parameters. `num_positions` is the longest context that will be served."""
@@ -90,7 +115,8 @@ def family_of(hf: Mapping[str, Any], where: str) -> ModelFamily:
     architectures = hf.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name in MODELS:
-            return MODELS.get(name)(hf)
+            with garbage.paused():  # a family may have a rule for each of 200,000 tensors
+                return MODELS.get(name)(hf)
     raise ModelFilesError(
         f"{where}: architectures {architectures!r} are not supported; supported are: {', '.join(MODELS)}",
         code="unknown_architecture",

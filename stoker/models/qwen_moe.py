@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
-from stoker.layers.moe import MoeConfig
+from stoker.layers.moe import MoeConfig, Routing
 from stoker.models.family import MODELS, field
 from stoker.models.qwen import Qwen3
 
@@ -44,9 +44,8 @@ class Qwen3Moe(Qwen3):
             raise ModelFilesError(f"config.json: num_experts_per_tok is {top_k}, of {num_experts} experts")
         return MoeConfig(
             num_experts=num_experts,
-            top_k=top_k,
             intermediate_size=field(hf, "moe_intermediate_size", int),
-            renormalises=field(hf, "norm_topk_prob", bool, False),
+            routing=Routing(top_k, renormalises=field(hf, "norm_topk_prob", bool, False)),
         )
 
     @staticmethod

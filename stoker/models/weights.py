@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from stoker.base import garbage
 from stoker.base.errors import ModelFilesError
-from stoker.checkpoint.weight_files import WeightReadAhead, stored_tensors
-from stoker.models.family import Model, Rule
+from stoker.checkpoint.weight_files import TensorLocation, WeightReadAhead, stored_tensors
+from stoker.models.family import Model, Rule, SourceSlice
 from stoker.models.fill import Copy, Progress, fill
 
 # Floating-point dtypes that are converted into each other. Quantised codes are not: their meaning depends on their
@@ -35,30 +36,59 @@ def load(
     ahead: WeightReadAhead | None = None,
 ) -> None:
     """Load all weights. Everything is checked before the first byte is read."""
+    with garbage.paused():
+        copies = plan_copies(model, rules, ignored, folder)
+    fill(copies, progress, ahead)
+
+
+def plan_copies(model: Loadable, rules: list[Rule], ignored: frozenset[str], folder: Path) -> list[Copy]:
+    """Return all copies, after checking names, shapes and dtypes."""
     stored = stored_tensors(folder)
     _check_names(set(stored), {rule.source for rule in rules}, ignored, folder)
     parameters = dict(model.named_parameters())
-    filled: dict[str, int] = {}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    filled: dict[str, int] = {}  # rows of each parameter
     copies = []
     for rule in rules:
-        tensor, place = stored[rule.source], _place(parameters[rule.target], rule)
-        if tuple(place.shape) != (tensor.shape or (1,)):  # a scalar may be stored without a dimension
+        tensor, (num_rows, *others) = stored[rule.source], shapes[rule.target]
+        count = num_rows if rule.count is None else rule.count
+        if (count, *others) != _taken_shape(tensor, rule.cut):
+            wanted = _describe_wanted((count, *others), rule.cut)
             raise ModelFilesError(
-                f"{tensor.file}: tensor {rule.source!r} is {tensor.shape}, config.json requires {tuple(place.shape)}"
+                f"{tensor.file}: tensor {rule.source!r} is {tensor.shape}, config.json requires {wanted}"
             )
-        copy = Copy(tensor, place)
-        if not copy.is_plain and not (copy.dtype.is_floating_point and place.dtype in _WIDE):
+        copy = Copy.of(
+            tensor, parameters[rule.target], rule.cut, None if rule.count is None else (rule.first, rule.count)
+        )
+        if not copy.is_plain and not (copy.dtype.is_floating_point and copy.target.dtype in _WIDE):
             raise ModelFilesError(
-                f"{tensor.file}: tensor {rule.source!r} is {tensor.dtype}, config.json requires {place.dtype}"
+                f"{tensor.file}: tensor {rule.source!r} is {tensor.dtype}, config.json requires {copy.target.dtype}"
             )
         copies.append(copy)
-        filled[rule.target] = filled.get(rule.target, 0) + place.numel()
+        filled[rule.target] = filled.get(rule.target, 0) + count
     for name, parameter in parameters.items():
-        if filled.get(name, 0) != parameter.numel():
+        if (found := filled.get(name, 0)) != len(parameter):
             raise ModelFilesError(
-                f"{folder}: parameter {name} {tuple(parameter.shape)} got {filled.get(name, 0)} of {parameter.numel()} values"
+                f"{folder}: parameter {name} {tuple(parameter.shape)} got {found} of {len(parameter)} rows"
             )
-    fill(copies, progress, ahead)
+    return copies
+
+
+def _taken_shape(tensor: TensorLocation, cut: SourceSlice | None) -> tuple[int, ...] | None:
+    """Return the shape of what is taken of a tensor, None if the tensor is too small for it."""
+    shape = tensor.shape or (1,)  # a scalar may be stored without a dimension
+    if cut is None:
+        return shape
+    if cut.axis >= len(shape) or cut.first + cut.count > shape[cut.axis]:
+        return None
+    return (*shape[: cut.axis], cut.count, *shape[cut.axis + 1 :])
+
+
+def _describe_wanted(shape: tuple[int, ...], cut: SourceSlice | None) -> str:
+    """Describe the shape that a tensor should have."""
+    if cut is None:
+        return str(shape)
+    return f"entries {cut.first} to {cut.first + cut.count} of axis {cut.axis} to be {shape}"
 
 
 def parameter_slices(model: Model, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
@@ -69,7 +99,9 @@ def parameter_slices(model: Model, rules: list[Rule]) -> Iterator[tuple[str, Ten
 
 
 def _check_names(found: set[str], wanted: set[str], ignored: frozenset[str], folder: Path) -> None:
-    missing, unexpected = wanted - found, found - wanted - ignored
+    prefixes = tuple(name for name in ignored if name.endswith("."))
+    missing = wanted - found
+    unexpected = {name for name in found - wanted - ignored if not name.startswith(prefixes)}
     if missing or unexpected:
         parts = [
             f"{len(names)} {what}, first {', '.join(sorted(names)[:3])}"

@@ -1,4 +1,4 @@
-"""The answers of the gateway's `/admin/status` and `/admin/fleet`, which `stoker status` and `stoker up` read.
+"""The answers of the gateway's `/admin/status`, `/admin/fleet` and `/admin/misses`, which `stoker` commands read.
 
 Fields that a gateway of another version may not have need a default.
 """
@@ -9,6 +9,7 @@ import msgspec
 
 ADMIN_STATUS_PATH = "/admin/status"
 ADMIN_FLEET_PATH = "/admin/fleet"
+ADMIN_MISSES_PATH = "/admin/misses"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,5 +83,35 @@ class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerStatus]
 
 
+class MissReason(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt tokens of one key that were computed for one reason. Costs are decimal numbers."""
+
+    reason: str
+    place: str = ""  # of `changed`: a message, a tool, the system prompt or the options
+    requests: int = 0
+    tokens: int = 0
+    cost: str = "0"  # at the price of uncached input
+    extra_cost: str = "0"  # what of it would have been saved if the tokens had been cached
+
+
+class KeyMisses(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompts of one key and model, and the reasons for which they were computed, the most tokens first."""
+
+    key: str
+    tenant: str
+    model: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    reasons: list[MissReason] = []
+
+
+class MissList(msgspec.Struct, frozen=True, kw_only=True):
+    since_s: float  # Unix time
+    currency: str = "USD"
+    keys: list[KeyMisses] = []
+
+
 decode_gateway_status = msgspec.json.Decoder(GatewayStatus).decode
 decode_worker_list = msgspec.json.Decoder(WorkerList).decode
+decode_miss_list = msgspec.json.Decoder(MissList).decode

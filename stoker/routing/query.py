@@ -83,6 +83,7 @@ class Leg:
     worker: Member
     reservation: Reservation
     cached_tokens: int  # prompt tokens that the worker is expected to find in its cache
+    confirmed_blocks: int = 0  # how many blocks of the prompt the worker has on its device for sure
 
 
 @dataclass(slots=True)
@@ -93,6 +94,8 @@ class Route:
     prefill: Leg | None  # None: the decode leg's worker computes the prompt too
     policy: str
     reasons: list[Reason]
+    matches: Mapping[WorkerId, Match]  # what the workers held when the route was chosen
+    routed_s: float
 
     def first_token(self, now: float) -> None:
         """Release the reservation of the prefill: the prompt is computed."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook, WorkerLoad
+from stoker.fleet.lost_blocks import BlockLosses
 from stoker.fleet.prefix_index import Match, PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.routing.candidate import Candidate, PrefixInfo
@@ -32,12 +33,13 @@ _MAX_CANDIDATES = 4096
 class PrefixIndexes(dict[str, PrefixIndex]):
     """One prefix index for each model, created on first use."""
 
-    def __init__(self, max_entries: int = 2_000_000) -> None:
+    def __init__(self, max_entries: int = 2_000_000, losses: BlockLosses | None = None) -> None:
         super().__init__()
         self._max_entries = max_entries
+        self._losses = losses
 
     def __missing__(self, model: str) -> PrefixIndex:
-        index = self[model] = PrefixIndex(self._max_entries)
+        index = self[model] = PrefixIndex(self._max_entries, losses=self._losses)
         return index
 
     def forget(self, worker_id: WorkerId) -> None:
@@ -114,7 +116,7 @@ class Router:
             self._policy.commit(query, (choice,), now)
         if prefills:
             reasons = [*_prefill_reasons(prefills), *reasons]
-        route = Route(decode, prefill, self._settings.policy, reasons)
+        route = Route(decode, prefill, self._settings.policy, reasons, lookup.matches, now)
         self._decisions.append((now, query.model, query.session, query.num_tokens, route))
         return route
 
@@ -223,9 +225,13 @@ class Router:
             returning=returning,
             now=now,
         )
+        match = lookup.matches.get(worker_id)
+        num_confirmed = 0
+        if match is not None:
+            num_confirmed = lookup.index.num_confirmed(worker_id, query.keys, match.device_blocks)
         lookup.index.routed(worker_id, query.keys, now)
         self._fleet.begin_request(candidate.member, now)
-        return Leg(candidate.member, reservation, candidate.cached_tokens)
+        return Leg(candidate.member, reservation, candidate.cached_tokens, num_confirmed)
 
     def _no_worker(self, query: RouteQuery, now: float) -> ModelNotFound | NoWorker:
         served = self._fleet.models()

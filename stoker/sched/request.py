@@ -14,11 +14,30 @@ FinishReason = Literal["stop", "length", "handoff", "cancelled", "deadline", "er
 
 
 @dataclass(frozen=True, slots=True)
+class TextGrammar:
+    """The grammar of a text that a client defined: Lark, or a regular expression as in Rust."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrammar:
+    """The grammar of a JSON string inside the output. It begins with the first `opening` after `begin`."""
+
+    begin: str
+    opening: str
+    grammar: TextGrammar
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """What the output must match. `text` is the schema, regex, grammar or structural tag; it is empty for json_object."""
 
     kind: GrammarKind
     text: str = ""
+    allows_text: bool = False  # the output may be free text, which may be cut anywhere by the token limit
+    inputs: tuple[InputGrammar, ...] = ()  # of strings that `text` leaves free; only in a structural tag
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from typing import Any
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.responses import InputItem, ResponsesRequest
+from stoker.text.custom_tools import custom_arguments
 from stoker.text.openai_messages import text_of
 from stoker.text.reasoning_items import decode_reasoning
-from stoker.text.response_tools import custom_arguments, flat_name
+from stoker.text.response_tools import flat_name
 
 _ROLES = ("user", "assistant", "system", "developer")
 # Items of tools that OpenAI runs, and of its own bookkeeping. A text model has no use for them.

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.decode import convert
 from stoker.proto.openai.responses import ResponsesRequest
 from stoker.proto.openai.tools import CLIENT_TOOLS, FlatTool, Function, ToolChoice, ToolReference
-from stoker.text.tools import ToolPlan, checked_function, plan_tools
+from stoker.sched.request import TextGrammar
+from stoker.text.custom_tools import custom_function, custom_grammar
+from stoker.text.tools import ToolPlan, checked_function, plan_tools, strict_names
 
 _SEPARATOR = "__"
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _TOOL_ITEMS = frozenset({"additional_tools", "tool_search_output"})  # items of `input` that add tools
 
 
@@ -34,7 +34,6 @@ class CallableTool:
     kind: Literal["function", "custom"]
     name: str
     namespace: str | None = None
-    format: Mapping[str, Any] | None = None  # of a custom tool whose input must fit a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,8 @@ def responses_tools(request: ResponsesRequest, max_tools: int) -> ResponseTools:
     """Return the tools of a Responses request, with those that items of its input add."""
     functions: list[dict[str, Any]] = []
     by_name: dict[str, CallableTool] = {}
+    all_functions: list[Function] = []
+    inputs: dict[str, TextGrammar] = {}
     for tool, namespace, place in _given(request):
         name = _required(tool.name, f"{place}.name")
         flat = flat_name(name, namespace)
@@ -57,21 +58,22 @@ def responses_tools(request: ResponsesRequest, max_tools: int) -> ResponseTools:
                 f"Invalid '{place}.name': there are two tools that the model would know as {flat!r}; rename one.",
                 param=f"{place}.name",
             )
-        functions.append(checked_function(_function(tool, flat, place), place))
         kind: Literal["function", "custom"] = "custom" if tool.type == "custom" else "function"
-        by_name[flat] = CallableTool(kind, name, namespace, tool.format or None)
-    choice = _flat_choice(request.tool_choice, by_name)
-    return ResponseTools(plan_tools(functions, choice, request.parallel_tool_calls, max_tools), by_name)
+        grammar = custom_grammar(tool.format or None, f"{place}.format") if kind == "custom" else None
+        function = _function(tool, flat, grammar)
+        functions.append(checked_function(function, place))
+        all_functions.append(function)
+        if grammar is not None:
+            inputs[flat] = grammar
+        by_name[flat] = CallableTool(kind, name, namespace)
+    choice, parallel = _flat_choice(request.tool_choice, by_name), request.parallel_tool_calls
+    plan = plan_tools(functions, choice, parallel, max_tools, strict=strict_names(all_functions), inputs=inputs)
+    return ResponseTools(plan, by_name)
 
 
 def flat_name(name: str, namespace: str | None) -> str:
     """Return the name under which the model knows a tool."""
     return name if not namespace else f"{namespace}{_SEPARATOR}{name}"
-
-
-def custom_arguments(text: str) -> str:
-    """Return the input of a custom tool call as the arguments of the function that the model knows."""
-    return msgspec.json.encode({"input": text}).decode().replace('{"input":', '{"input": ', 1)
 
 
 def _given(request: ResponsesRequest) -> Iterator[tuple[FlatTool, str | None, str]]:
@@ -98,28 +100,10 @@ def _flattened(tools: list[FlatTool], at: str) -> Iterator[tuple[FlatTool, str |
                 yield inner, name, f"{at}[{i}].tools[{j}]"
 
 
-def _function(tool: FlatTool, name: str, place: str) -> Function:
-    if tool.type != "custom":
-        return Function(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    described = [tool.description] if tool.description else []
-    if tool.format is not UNSET and tool.format is not None and (form := _grammar(tool.format, place)):
-        described.append(form)
-    return Function(name=name, description="\n".join(described) or None, parameters=_INPUT)
-
-
-def _grammar(form: Mapping[str, Any], place: str) -> str | None:
-    """Return what the model is told about the grammar of a custom tool's input."""
-    if form.get("type") == "text":
-        return None
-    syntax, definition = form.get("syntax"), form.get("definition")
-    if form.get("type") != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
-        raise InvalidRequest(
-            f"Invalid '{place}.format': expected {{'type': 'text'}}, or {{'type': 'grammar'}} with 'syntax' (lark or"
-            " regex) and 'definition'.",
-            param=f"{place}.format",
-            code="invalid_value",
-        )
-    return f"The input must match this grammar ({syntax}):\n{definition}"
+def _function(tool: FlatTool, name: str, grammar: TextGrammar | None) -> Function:
+    if tool.type == "custom":
+        return custom_function(name, tool.description, grammar)
+    return Function(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
 
 
 def _flat_choice(choice: str | ToolChoice | None, by_name: Mapping[str, CallableTool]) -> str | ToolChoice | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.tools import Function, FunctionName, Tool, ToolChoice, ToolReference
+from stoker.sched.request import TextGrammar
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
@@ -24,6 +26,27 @@ class ToolPlan:
     offered: list[dict[str, Any]] = field(default_factory=list)
     allowed: list[dict[str, Any]] = field(default_factory=list)
     parallel: bool = True
+    strict: frozenset[str] = frozenset()  # names of the tools whose calls must fit their schema, also if none is forced
+    inputs: Mapping[str, TextGrammar] = field(default_factory=dict)  # the grammars of custom tools, by name
+
+    @property
+    def holds_calls(self) -> bool:
+        """True if the model may call tools or not, and some calls must fit their schema."""
+        return self.mode == "auto" and any(tool["function"]["name"] in self.strict for tool in self.allowed)
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The allowed tools, each custom tool with the grammar of its input, for the grammar of the answer."""
+        return [self._with_input(tool) for tool in self.allowed]
+
+    @property
+    def held(self) -> list[dict[str, Any]]:
+        """The callable tools. Those that are not strict take any object."""
+        return [tool if tool["function"]["name"] in self.strict else _loose(tool) for tool in self.callable]
+
+    def _with_input(self, tool: dict[str, Any]) -> dict[str, Any]:
+        found = self.inputs.get(tool["function"]["name"])
+        return tool if found is None else tool | {"input_grammar": found}
 
     @property
     def forced(self) -> bool:
@@ -38,11 +61,20 @@ class ToolPlan:
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
     """Return the tools of a chat request, or its `functions`, the older form of the same."""
     if request.functions is None and request.function_call is None:
-        return plan_tools(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+        given = [tool.function for tool in request.tools or () if tool.function is not None]
+        return plan_tools(
+            _chat_functions(request.tools),
+            request.tool_choice,
+            request.parallel_tool_calls,
+            max_tools,
+            strict=strict_names(given),
+        )
     if request.tools:
         raise InvalidRequest("Give either 'tools' or 'functions', which is their older form.", param="functions")
-    functions = [checked_function(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
-    return plan_tools(functions, _older_choice(request.function_call), False, max_tools, "function_call")
+    older = request.functions or []
+    functions = [checked_function(one, f"functions[{i}]") for i, one in enumerate(older)]
+    choice = _older_choice(request.function_call)
+    return plan_tools(functions, choice, False, max_tools, "function_call", strict=strict_names(older))
 
 
 def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
@@ -63,6 +95,14 @@ def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
             raise InvalidRequest(f"Missing required parameter: 'tools[{i}].function'.", param=f"tools[{i}].function")
         functions.append(checked_function(tool.function, f"tools[{i}].function"))
     return functions
+
+
+def strict_names(functions: Iterable[Function]) -> frozenset[str]:
+    return frozenset(function.name for function in functions if function.strict)
+
+
+def _loose(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool["function"]["name"]}}
 
 
 def checked_function(function: Function, place: str) -> dict[str, Any]:
@@ -93,7 +133,11 @@ def plan_tools(
     parallel: bool | None,
     max_tools: int,
     param: str = "tool_choice",
+    *,
+    strict: frozenset[str] = frozenset(),
+    inputs: Mapping[str, TextGrammar] | None = None,
 ) -> ToolPlan:
+    """Return the plan for the offered tools. `strict` and `inputs` are fields of it."""
     if len(offered) > max_tools:
         raise InvalidRequest(
             f"Invalid 'tools': got {len(offered)} tools, at most {max_tools} are allowed.", param="tools"
@@ -122,7 +166,7 @@ def plan_tools(
             raise InvalidRequest(f"Invalid value for 'tool_choice': '{choice}'.", param="tool_choice")
     if mode in ("required", "named") and not allowed:
         raise InvalidRequest(f"'{param}' is only allowed when 'tools' are specified.", param=param)
-    return ToolPlan(mode=mode, offered=offered, allowed=allowed, parallel=parallel)
+    return ToolPlan(mode, offered, allowed, parallel, strict, inputs or {})
 
 
 def _named(offered: list[dict[str, Any]], name: str | None, place: str, param: str = "tool_choice") -> dict[str, Any]:

@@ -135,7 +135,9 @@ class TrainableHead(nn.Module):
         self.midlayer = _Midlayer(config, generator)
         self.norm = TrainableNorm(layer.hidden_size, layer.norm_eps)
         self.lm_head = _Projection(layer.hidden_size, config.draft_vocab_size, generator)
-        cos, sin = rope_tables(inverse_frequencies(layer.rope, layer.rope_width), num_positions, 1.0, torch.float32)
+        cos, sin = rope_tables(
+            inverse_frequencies(layer.rope, layer.rope_width), num_positions, layer.rope.table_scale, torch.float32
+        )
         dtype = torch.get_default_dtype()
         self.cos: Tensor
         self.sin: Tensor

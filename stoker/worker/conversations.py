@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.fields import GenerationFields
 from stoker.text.conversation import Conversation, stable_conversation
 from stoker.text.tools import ToolPlan
 from stoker.worker.choices import GenerationOptions, make_choices
-from stoker.worker.constraint import Constraint
 from stoker.worker.context import ModelText
 from stoker.worker.endpoint import AnswerSetup
 from stoker.worker.generate import Choice
 from stoker.worker.ids import AnswerIds
 from stoker.worker.output import AllowedCalls, NoTools, OutputParser, ReasonedOutput
 from stoker.worker.prompts import TokenizedPrompt, given_prompt, render_off_loop, truncated
+from stoker.worker.tool_constraint import answer_constraint, check_forced_call
 from stoker.worker.truncation import render_newest
 
 _CALL_ID_CHARS = 29  # the length of OpenAI's ids of tool calls
@@ -45,8 +44,8 @@ async def prepare_conversation(
     `split_reasoning` takes the reasoning out of the text of the answer.
     """
     context = setup.context
-    constraint = forced_constraint(context.text, options.constraint, tools)
-    constrained = constraint is not None
+    check_forced_call(options.constraint, tools)
+    constrained = tools.forced or options.constraint is not None
     if body.prompt_token_ids is not None:
         prompt = given_prompt(context, body.prompt_token_ids)
         options = replace(options, prompt_param="prompt_token_ids")
@@ -60,40 +59,30 @@ async def prepare_conversation(
     prompt = truncated(prompt, body, options.max_tokens, context.limits)
     ids = AnswerIds.of(setup.request_id, setup.created, prompt.token_ids)
     # The grammar of a constrained answer holds from its first token on, so there is no reasoning.
-    has_reasoning = split_reasoning and not constrained
+    reasoning = context.text.reasoning_parser if split_reasoning and not constrained else None
+    starts_inside = reasoning is not None and reasoning.opened_by(_end_of(prompt, context.text))
+    constraint = answer_constraint(context.text, options.constraint, tools, reasoning, starts_inside)
 
     def new_parser(choice: int) -> OutputParser:
-        return _parser(context.text, prompt, tools, has_reasoning, _call_ids(ids, choice))
+        answer = _answer_parser(context.text, tools, _call_ids(ids, choice))
+        return answer if reasoning is None else ReasonedOutput(reasoning(starts_inside), answer)
 
     keeps = _needs_special_tokens(context.text, tools)
     options = replace(options, constraint=constraint, keep_special_tokens=keeps)
     return PreparedConversation(prompt, ids, make_choices(setup, body, options, prompt, new_parser))
 
 
-def forced_constraint(text: ModelText, constraint: Constraint | None, tools: ToolPlan) -> Constraint | None:
-    """Return the grammar of a forced tool call, in the format of the model, so that its arguments always parse."""
-    if not tools.forced:
-        return constraint
-    if constraint is not None:
-        raise InvalidRequest(
-            f"'{constraint.param}' constrains the answer's text, but 'tool_choice' forces a tool call.",
-            param=constraint.param.partition(".")[0],
-        )
-    return Constraint(text.tool_parser.grammar(tools.allowed, parallel=tools.parallel), "tools")
+def _answer_parser(text: ModelText, tools: ToolPlan, call_id: Callable[[int], str]) -> NoTools | AllowedCalls:
+    """Return the parser of the answer without its reasoning."""
+    if tools.mode == "none":
+        return NoTools()
+    return AllowedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced, call_id)
 
 
-def _parser(
-    text: ModelText, prompt: TokenizedPrompt, tools: ToolPlan, has_reasoning: bool, call_id: Callable[[int], str]
-) -> OutputParser:
-    answer: NoTools | AllowedCalls = NoTools()
-    if tools.mode != "none":
-        answer = AllowedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced, call_id)
-    if text.reasoning_parser is None or not has_reasoning:
-        return answer
-    end = prompt.text
-    if end is None:
-        end = text.tokenizer.decode(prompt.token_ids[-_END_TOKENS:], skip_special_tokens=False)
-    return ReasonedOutput(text.reasoning_parser(text.reasoning_parser.opened_by(end)), answer)
+def _end_of(prompt: TokenizedPrompt, text: ModelText) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return text.tokenizer.decode(prompt.token_ids[-_END_TOKENS:], skip_special_tokens=False)
 
 
 def _call_ids(ids: AnswerIds, choice: int) -> Callable[[int], str]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from parsing import CALLS, SEARCH, TOOLS, joined, parse_calls, parse_reasoning, random_chunks
 
 from stoker.base.registry import Registry
+from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -171,9 +172,12 @@ def compiler() -> xgrammar.GrammarCompiler:
 
 
 def _accepts(compiler: xgrammar.GrammarCompiler, tool: str, text: str, parallel: bool) -> bool:
-    spec = TOOL_PARSERS.get(tool).grammar(TOOLS, parallel=parallel)
-    assert spec.kind == "structural_tag"
-    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(spec.text))
+    return _matches(compiler, TOOL_PARSERS.get(tool).calls(TOOLS, parallel=parallel), text)
+
+
+def _matches(compiler: xgrammar.GrammarCompiler, content: grammar.Format, text: str) -> bool:
+    compiled = compiler.compile_structural_tag(grammar.structural_tag(content).text)
+    matcher = xgrammar.GrammarMatcher(compiled)
     return matcher.accept_string(text) and matcher.accept_token(END)
 
 
@@ -195,7 +199,7 @@ def test_the_grammar_forces_a_valid_call(compiler: xgrammar.GrammarCompiler, too
 
 
 def test_the_parser_reads_all_that_the_grammar_allows(compiler: xgrammar.GrammarCompiler, tool: str) -> None:
-    spec = TOOL_PARSERS.get(tool).grammar(TOOLS, parallel=True)
+    spec = grammar.structural_tag(TOOL_PARSERS.get(tool).calls(TOOLS, parallel=True))
     compiled = compiler.compile_structural_tag(spec.text)
     bitmask = xgrammar.allocate_token_bitmask(1, END + 1)
     finished = 0
@@ -219,6 +223,70 @@ def test_the_parser_reads_all_that_the_grammar_allows(compiler: xgrammar.Grammar
                 assert called in ("search", "now")
                 assert isinstance(json.loads(arguments), dict)
     assert finished >= 3
+
+
+def test_free_text_holds_the_calls_that_begin_in_it(compiler: xgrammar.GrammarCompiler, tool: str) -> None:
+    parser = TOOL_PARSERS.get(tool)
+    free, one_call = (parser.text_and_calls(TOOLS, parallel=parallel) for parallel in (True, False))
+    one = _render(tool, [("search", '{"query": "x"}')])
+    two = _render(tool, [("search", '{"query": "x"}'), ("now", '{"any": 1}')])
+    wrong = [
+        _render(tool, [("other", "{}")]),
+        _render(tool, [("search", "{}")]),
+        _render(tool, [("search", '{"query": 3}')]),
+    ]
+    for text in ("", " ", "plain\n", "a < b <", "see {this}\tor [that]", "Ünïcode ✓ \n\n x", BEFORE, one, two):
+        assert _matches(compiler, free, text), text
+    for text in ("", BEFORE, one):
+        assert _matches(compiler, one_call, text), text
+    assert not _matches(compiler, one_call, two)
+    assert not any(_matches(compiler, free, text) for text in wrong)
+    if parser.reads_calls_after_text:
+        assert _matches(compiler, free, f"{BEFORE} {two}")
+        assert not any(_matches(compiler, free, f"{BEFORE} {text}") for text in wrong)
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(data=st.data())
+def _calls_in_free_text_fit_their_schema(compiler: xgrammar.GrammarCompiler, tool: str, data: st.DataObject) -> None:
+    """Write what the grammar allows of random fragments. Then each call that the parser finds must be valid."""
+    content = TOOL_PARSERS.get(tool).text_and_calls(TOOLS, parallel=True)
+    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(grammar.structural_tag(content).text))
+    rendered = [_render(tool, CALLS), _render(tool, [("other", "{}")]), _render(tool, [("search", '{"query": 3}')])]
+    pieces = st.sampled_from([*_fragments("".join(rendered)), *rendered, *_JSON_FRAGMENTS, "plain text"])
+    written = b""
+    for piece in data.draw(st.lists(pieces, max_size=30), "fragments"):
+        for byte in piece.encode():
+            if not matcher.accept_token(byte):
+                break
+            written += bytes([byte])
+    if not matcher.accept_token(END):
+        return  # cut within a call
+    for kind, *call in joined(parse_calls(tool, [written.decode("utf-8", "replace")])):
+        if kind == "call":
+            name, arguments = call[0], json.loads(call[1])
+            assert name in ("search", "now")
+            assert isinstance(arguments, dict)
+            assert name == "now" or isinstance(arguments["query"], str)
+
+
+def test_calls_in_free_text_fit_their_schema(compiler: xgrammar.GrammarCompiler, tool: str) -> None:
+    _calls_in_free_text_fit_their_schema(compiler, tool)
+
+
+@pytest.mark.parametrize("starts_inside", [False, True])
+def test_the_grammar_of_the_answer_holds_after_the_reasoning(
+    compiler: xgrammar.GrammarCompiler, think: str, starts_inside: bool
+) -> None:
+    parser = REASONING_PARSERS.get(think)
+    content = parser.before(grammar.const("It is 4."), starts_inside)
+    written = parser.render("Say <tool_call> or {?\n", "It is 4.")
+    opened_at = next((i for i in range(len(written)) if parser.opened_by(written[:i])), 0) if starts_inside else 0
+    written = written[opened_at:]
+    assert _matches(compiler, content, written)
+    assert not _matches(compiler, content, written.replace("It is 4.", "It is 5."))
+    cut = written[: written.index("Say") + 3]
+    assert _matches(compiler, content, cut), "reasoning may be cut off"
 
 
 def test_a_model_with_the_tool_marks_gets_the_parser(tool: str) -> None:

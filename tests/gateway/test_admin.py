@@ -17,8 +17,11 @@ from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, Caller
 from stoker.gateway.admission.capacity import Capacities
+from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.reply import Reply
-from stoker.gateway.config import AdmissionSettings
+from stoker.gateway.config import AdmissionSettings, PriceSettings
+from stoker.gateway.doctor.miss_parts import MissPart
+from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
@@ -51,7 +54,10 @@ class World:
         clock = lambda: self.now  # noqa: E731
         self.admission = Admission(AdmissionSettings(), capacities.capacity, clock=clock, lane=capacities.lane)
         status = lambda: GatewayStatus(version="x")  # noqa: E731
-        view = AdminView(self.fleet, self.ledger, self.router, self.admission, self, clock, status)
+        self.misses = MissTotals(
+            PriceList([PriceSettings(model="m", input=2.0, output=8.0, cached_input=0.5)]), "EUR", 50.0
+        )
+        view = AdminView(self.fleet, self.ledger, self.router, self.admission, self, clock, status, self.misses.report)
         self.admin = AdminEndpoint(AdminToken(token), view)
 
     def add(self, spec: WorkerSpec) -> None:
@@ -168,3 +174,31 @@ def test_an_unknown_worker_is_answered_with_the_known_ones() -> None:
         world.reply("POST", "/admin/drain")
     with pytest.raises(InvalidRequest):
         world.reply("GET", "/admin/routes", "n=-1")
+
+
+def test_misses_are_shown_by_key_and_reason_with_their_cost() -> None:
+    world = World()
+    world.misses.add(
+        "key", "tenant", "m", 3_000_000, 1_000_000, [MissPart("new", 500_000), MissPart("evicted", 1_500_000, "3s")]
+    )
+    world.misses.add("key", "tenant", "m", 1_000_000, 0, [MissPart("changed", 1_000_000, "message 1234")])
+    world.misses.add("other", "tenant", "free", 10, 0, [MissPart("first_turn", 10)])
+    found = world.ask("GET", "/admin/misses", query="key=key")
+    assert (found["since_s"], found["currency"]) == (50.0, "EUR")
+    [key] = found["keys"]
+    assert (key["key"], key["requests"], key["prompt_tokens"], key["cached_tokens"]) == ("key", 2, 4_000_000, 1_000_000)
+    assert [(one["reason"], one["place"], one["tokens"], one["cost"], one["extra_cost"]) for one in key["reasons"]] == [
+        ("evicted", "", 1_500_000, "3.00", "2.25"),
+        ("changed", "message 100+", 1_000_000, "2.00", "1.5"),
+        ("new", "", 500_000, "1.00", "0.75"),
+    ]
+    assert len(world.ask("GET", "/admin/misses")["keys"]) == 2
+
+
+def test_the_misses_of_many_keys_are_bounded() -> None:
+    totals = MissTotals(PriceList(), "EUR", 0.0)
+    for number in range(5000):
+        totals.add(f"key {number}", "tenant", "m", 1, 0, [MissPart("new", 1)])
+    found = totals.report()
+    assert len(found.keys) == 4097
+    assert sum(one.prompt_tokens for one in found.keys) == 5000

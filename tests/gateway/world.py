@@ -17,20 +17,26 @@ from stoker.base.clock import VirtualClock
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook, LoadTotals
+from stoker.fleet.lost_blocks import LostBlocks
 from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.fair_queue import Capacity
 from stoker.gateway.admission.flex import FlexGate
+from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
 from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, ProxySettings
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
+from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
+from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -111,9 +117,12 @@ class World:
         self.rows = Rows()
         self.metrics = GatewayMetrics()
         self.state = GatewayState()
-        indexes = PrefixIndexes()
         self.clock = VirtualClock(start_s=1000.0)
         clock = self.clock.now
+        losses = LostBlocks(clock)
+        self.indexes = indexes = PrefixIndexes(losses=losses)
+        doctor = CacheDoctor(losses)
+        self.misses = MissTotals(PriceList(), "USD", 0.0)
         router = Router(self.fleet, self.ledger, indexes, settings=RouterSettings(policy=policy))
         self.upstreams = Upstreams()
         services = ProxyServices(
@@ -123,6 +132,7 @@ class World:
             self.metrics,
             CleanupTasks(),
             clock,
+            doctor,
             hints or HandoffHints(),
         )
         self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
@@ -153,6 +163,20 @@ class World:
                 tokenize=TokenizeEndpoint(
                     self.fleet, self.upstreams, api_keys, self.admission, proxy or PATIENT, clock
                 ),
+                embeddings=EmbeddingsEndpoint(
+                    self.fleet,
+                    self.ledger,
+                    self.upstreams,
+                    api_keys,
+                    self.admission,
+                    self.rows,
+                    self.metrics.ended,
+                    proxy or PATIENT,
+                    clock,
+                    ModelAliases({"text-embedding-3-small": "m"}),
+                ),
+                doctor=doctor,
+                misses=self.misses,
                 objects=NoObjects(),
                 hidden_tokens=1000,
                 max_model_tokens=self.max_model_tokens.get,

@@ -71,6 +71,14 @@ def test_unusual_shapes() -> None:
             moe_cases.whole(num_tokens, shape, CUDA, torch.bfloat16)
 
 
+def test_routings() -> None:
+    for name in moe_cases.ROUTINGS:
+        shape = moe_cases.routed(Shape(1024, 256, 64, 8), name)
+        for num_tokens in (1, 2, 40, 300):
+            moe_cases.whole(num_tokens, shape, CUDA, torch.bfloat16)
+            moe_cases.few_quantised(1, shape, "int4 groups of 32", CUDA, torch.bfloat16)
+
+
 # Rows of an expert that begin in the middle of a block, and inputs that do not fill the last one.
 ODD_QUANTISED = [Shape(64, 64, 5, 3, renormalises=False), Shape(320, 96, 16, 4)]
 

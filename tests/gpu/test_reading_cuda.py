@@ -39,7 +39,7 @@ def test_values_find_their_place_on_the_gpu() -> None:
             places = {n: torch.full(v.shape, float("nan"), dtype=dtype, device=DEVICE) for n, v in values.items()}
             if places["a"].is_cuda:
                 torch.cuda.synchronize()
-            copies = [Copy(stored[n], place) for n, place in places.items()]
+            copies = [Copy.of(stored[n], place) for n, place in places.items()]
             fill(copies, lambda done, total: None, WeightReadAhead([file], most_bytes))
             for n, value in values.items():
                 assert torch.equal(places[n].cpu(), value.to(dtype)), (n, dtype, most_bytes)

@@ -18,7 +18,8 @@ from stoker.kernels.kv_pages import LARGEST_CODE, kv_read, kv_write
 from stoker.kernels.norm import rms_norm_ref, rms_norm_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
 from stoker.kernels.pieces import FIELDS, Ints
-from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
+from stoker.kernels.reach import FULL, Reach
+from stoker.kernels.rope_write import HeadNorms, Temperature, rope_write_ref, rope_write_triton
 from stoker.kernels.row_tokens import (
     MODEL,
     MODEL_DRAFTS,
@@ -91,11 +92,15 @@ def rope(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    turns: bool = True,
+    temperature: Temperature | None = None,
 ) -> None:
     block_tokens, num_blocks = 16, num_tokens + 1
     heads = torch.randn(num_tokens, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
     half = torch.rand(num_tokens, dim // 2, device=device) * 6
     cos, sin = torch.cat([half.cos(), half.cos()], 1), torch.cat([-half.sin(), half.sin()], 1)
+    if not turns:
+        cos = sin = None
     positions = torch.randint(0, 1000, (num_tokens,), device=device)
     positions[num_tokens // 2] = -1
     # Any block, any slot in it, no two the same.
@@ -113,17 +118,18 @@ def rope(
     wide = poison.double()
     expected = rope_write_ref(
         heads[real].double(),
-        cos[real].double(),
-        sin[real].double(),
+        None if cos is None else cos[real].double(),
+        None if sin is None else sin[real].double(),
         positions[real],
         wide,
         slots.view(num_tokens, -1)[real].flatten(),
         kv_heads,
         wide_norms,
+        temperature,
     )
     pages = new_pages(poison.to(dtype), dim, kv_dtype or dtype)
     empty = pages.clone()
-    found = rope_write_triton(heads.clone(), cos, sin, positions, pages, slots, kv_heads, norms)
+    found = rope_write_triton(heads.clone(), cos, sin, positions, pages, slots, kv_heads, norms, temperature)
     if real.any():
         for part, expected_part, is_rounded in zip(found, expected, (False, True, True), strict=True):
             if not (is_rounded and kv_dtype):
@@ -171,8 +177,11 @@ def attention(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    reach: Reach = FULL,
+    has_sinks: bool = False,
 ) -> None:
-    """`lengths` has the start and count of each span; a count of 0 is a padded row."""
+    """`lengths` has the start and count of each span; a count of 0 is a padded row. Blocks without a key that the span
+    sees do not exist: the table's entry is a number beyond the cache."""
     rng = random.Random(1)
     table_width = 2 + max(start + count for start, count in lengths) // block_tokens
     free = list(range(sum(-(-(start + count) // block_tokens) for start, count in lengths) + 2))
@@ -190,7 +199,10 @@ def attention(
         for number, block in enumerate(mine):
             filled = min(block_tokens, start + count - number * block_tokens)
             first = block * per_block + layer * 2 * kv_heads
-            pages[first : first + 2 * kv_heads, : filled * dim] = torch.randn(2 * kv_heads, filled * dim, device=device)
+            hidden = min(filled, max(0, reach.first_key(start) - number * block_tokens))
+            values = torch.randn(2 * kv_heads, (filled - hidden) * dim, device=device)
+            pages[first : first + 2 * kv_heads, hidden * dim : filled * dim] = values
+        table[row, : reach.first_key(start) // block_tokens] = 1 << 40
         if count:
             spans.append((len(positions), count, start))
         shapes.append(SpanShape(len(positions), start, max(1, count), [block * per_block for block in mine]))
@@ -209,14 +221,15 @@ def attention(
         cutter.tiles(*longer, cutter.max_tiles(num_tiles)) if num_tiles else _no_pieces(),
     )
     padded = (torch.from_numpy(np.concatenate([some, _no_pieces(), _no_pieces()])).to(device) for some in pieces)
-    on_device = PagedSpans(table.to(device), *where, *padded, (), finished, per_block, kv_heads)
+    on_device = PagedSpans(table.to(device), *where, *padded, (), finished, per_block, kv_heads, reach=reach)
     unused = q[:, :kv_heads]
-    found = paged_attention_triton(q.clone(), unused, unused, pages, on_device, 0.2)
+    sinks = torch.randn(num_heads, device=device) * 3 if has_sinks else None
+    found = paged_attention_triton(q.clone(), unused, unused, pages, on_device, 0.2, sinks)
     assert not finished.any()
     real = [shape for shape in shapes if shape.pages]
-    groups = group_spans(real, kv_heads, block_tokens, device, torch.float64)
+    groups = group_spans(real, kv_heads, block_tokens, device, torch.float64, reach=reach)
     wide = read(pages, dim, torch.float64).nan_to_num()
-    expected = paged_attention_ref(q.double(), wide, groups, kv_heads, 0.2)
+    expected = paged_attention_ref(q.double(), wide, groups, kv_heads, 0.2, sinks)
     is_real = where[1] >= 0
     close(found[is_real], expected[is_real])
     assert torch.equal(found[~is_real], q[~is_real]), "padding was changed"

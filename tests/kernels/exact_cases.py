@@ -22,6 +22,7 @@ from stoker.kernels.exact_tiles import ExactTiles
 from stoker.kernels.moe import add_experts_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
 from stoker.kernels.pieces import FIELDS
+from stoker.kernels.reach import FULL, Reach
 
 SCALE = 0.2
 BLOCK = 16
@@ -51,10 +52,13 @@ class AttentionWorld:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     max_slack: int = 40
+    reach: Reach = FULL
+    has_sinks: bool = False
     pages: Tensor = field(init=False)
     table: Tensor = field(init=False)
     blocks: list[list[int]] = field(init=False)
     q: list[Tensor] = field(init=False)  # of each position of each row
+    sinks: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         rng = random.Random(1)
@@ -75,6 +79,7 @@ class AttentionWorld:
         self.pages = new_pages(pages.to(self.dtype), self.dim, self.kv_dtype)
         self.table = self.table.to(self.device)
         shape = (self.num_heads, self.dim)
+        self.sinks = torch.randn(self.num_heads, device=self.device) * 2 if self.has_sinks else None
         self.q = [torch.randn(length, *shape, device=self.device).to(self.dtype) for length in self.lengths]
 
     @property
@@ -102,10 +107,11 @@ class AttentionWorld:
         padded = (torch.from_numpy(np.concatenate([some, _no_pieces(2)])).to(self.device) for some in pieces)
         where = (torch.tensor(rows, device=self.device), torch.tensor(positions, device=self.device))
         finished = new_counters(self.device, 1000 * self.kv_heads)
-        on_device = PagedSpans(self.table, *where, *padded, (), finished, 2 * self.kv_heads, self.kv_heads, cutter.form)
+        sizes = (2 * self.kv_heads, self.kv_heads)
+        on_device = PagedSpans(self.table, *where, *padded, (), finished, *sizes, cutter.form, self.reach)
         q = torch.cat(queries)
         unused = q[:, : self.kv_heads]
-        found = paged_attention_triton(q.clone(), unused, unused, self.pages, on_device, SCALE)
+        found = paged_attention_triton(q.clone(), unused, unused, self.pages, on_device, SCALE, self.sinks)
         assert not finished.any()
         is_padding = where[1] < 0
         assert torch.equal(found[is_padding], q[is_padding]), "padding was changed"
@@ -118,10 +124,10 @@ class AttentionWorld:
         """Return the reference in float64."""
         pages = [block * 2 * self.kv_heads for block in self.blocks[span.row]]
         shape = SpanShape(0, span.start, span.count, pages[: -(-(span.start + span.count) // BLOCK)])
-        groups = group_spans([shape], self.kv_heads, BLOCK, self.device, torch.float64)
+        groups = group_spans([shape], self.kv_heads, BLOCK, self.device, torch.float64, reach=self.reach)
         wide = read(self.pages, self.dim, torch.float64).nan_to_num()
         q = self.q[span.row][span.start : span.start + span.count].double()
-        return paged_attention_ref(q, wide, groups, self.kv_heads, SCALE)
+        return paged_attention_ref(q, wide, groups, self.kv_heads, SCALE, self.sinks)
 
     def check_error(self, span: KernelSpan, found: Tensor) -> None:
         expected = self.expected(span)
@@ -138,10 +144,12 @@ def _no_pieces(count: int = 0) -> np.ndarray:
 def verified_attention(
     num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None, lengths: tuple[int, ...] = (110, 45, 17), deep: bool = False,
+    reach: Reach = FULL, has_sinks: bool = False,
 ) -> None:  # fmt: skip
     """A token has the same bits alone, with other rows, as one of several tokens of a span, and if the host knows only an
     upper bound of its position."""
-    world = AttentionWorld(list(lengths), num_heads, kv_heads, dim, device, dtype, kv_dtype or dtype)
+    sizes = (list(lengths), num_heads, kv_heads, dim)
+    world = AttentionWorld(*sizes, device, dtype, kv_dtype or dtype, reach=reach, has_sinks=has_sinks)
     alone = {}
 
     def one(row: int, position: int) -> Tensor:
@@ -168,11 +176,12 @@ def verified_attention(
 
 def chunked_attention(
     num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None, reach: Reach = FULL, has_sinks: bool = False,
 ) -> None:  # fmt: skip
     """A prompt's token has the same bits however the prompt is cut into chunks."""
     length = 70
-    world = AttentionWorld([length, 60], num_heads, kv_heads, dim, device, dtype, kv_dtype or dtype)
+    sizes = ([length, 60], num_heads, kv_heads, dim)
+    world = AttentionWorld(*sizes, device, dtype, kv_dtype or dtype, reach=reach, has_sinks=has_sinks)
     whole = KernelSpan(0, 0, length)
     [expected] = world.attend([whole], as_tiles=True)
     world.check_error(whole, expected)
@@ -181,9 +190,13 @@ def chunked_attention(
         assert torch.equal(found, expected[start : start + count]), f"{count} tokens from {start}"
 
 
-def fast_verified_attention(num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> None:
+def fast_verified_attention(
+    num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None, reach: Reach = FULL, has_sinks: bool = False,
+) -> None:  # fmt: skip
     """Without numerics=exact, spans with drafts are computed by the same kernel, up to rounding."""
-    world = AttentionWorld([200, 45], num_heads, kv_heads, dim, device, dtype, dtype)
+    sizes = ([200, 45], num_heads, kv_heads, dim)
+    world = AttentionWorld(*sizes, device, dtype, kv_dtype or dtype, reach=reach, has_sinks=has_sinks)
     cutter = Cutter.of([(num_heads, kv_heads)], BLOCK, dtype, verifies=True)
     spans = [
         KernelSpan(0, 150, 5, slack=40),

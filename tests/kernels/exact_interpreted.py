@@ -3,6 +3,7 @@ interpreted.py."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton  # before any kernel, otherwise they are not defined
@@ -11,15 +12,26 @@ from kernels.moe_cases import Shape
 
 from stoker.kernels import exact_pieces
 from stoker.kernels.exact_tiles import ExactTiles
+from stoker.kernels.reach import Reach
 from stoker.kernels.tile_model import SkinnyTile
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
 
 
+def matmul_in_order(a, b, dtype):
+    """Multiply matrices like a GPU's tensor cores: a result does not depend on its place in the tile. The BLAS library
+    that numpy calls adds up the last rows of a tile in another order than the first ones, on some CPUs."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for k in range(a.shape[-1]):
+        total += a[..., :, k, None].astype(dtype) * b[..., k, None, :].astype(dtype)
+    return total
+
+
 @pytest.fixture(autouse=True)
 def seed(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(np, "matmul", matmul_in_order)  # the interpreter's tl.dot
     # Small parts of the keys, so that short contexts have several.
     monkeypatch.setattr(exact_pieces, "_FIRST_KEYS", 32)
     exact_pieces.part_ends.cache_clear()
@@ -41,6 +53,21 @@ def test_verified_attention_of_other_types(dtype, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 def test_chunks_of_prompts(kv_dtype):
     exact_cases.chunked_attention(3, 1, 16, CPU, torch.float32, kv_dtype)
+
+
+REACHES = [Reach(window=1), Reach(chunk=7), Reach(window=40), Reach(chunk=32)]
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_local_attention(reach):
+    exact_cases.verified_attention(3, 1, 16, CPU, torch.float16, None, (75, 45), False, reach, True)
+    exact_cases.chunked_attention(3, 1, 16, CPU, torch.float16, None, reach, True)
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_drafts_in_local_attention_without_exact(reach, kv_dtype):
+    exact_cases.fast_verified_attention(6, 2, 16, CPU, torch.float32, kv_dtype, reach, True)
 
 
 def test_drafts_without_exact():

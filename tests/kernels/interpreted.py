@@ -10,6 +10,8 @@ import triton  # before any kernel, otherwise they are not defined
 from kernels import cases
 
 from stoker.kernels import sample_rows
+from stoker.kernels.reach import FULL, Reach
+from stoker.kernels.rope_write import Temperature
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
@@ -40,6 +42,12 @@ def test_rope_write(num_tokens, num_heads, kv_heads, dim, has_norm):
     cases.rope(num_tokens, num_heads, kv_heads, dim, has_norm, CPU, torch.float32)
 
 
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads_that_are_not_rotated(has_norm):
+    cases.rope(9, 6, 2, 32, has_norm, CPU, torch.float32, None, False)
+    cases.rope(9, 6, 2, 32, has_norm, CPU, torch.float32, None, has_norm, Temperature(0.4, 100))
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "num_heads", "kv_heads", "dim"), [(5, 6, 2, 32), (3, 9, 3, 64)])
 def test_rope_write_rounds_to_the_dtype_of_the_cache(num_tokens, num_heads, kv_heads, dim, kv_dtype):
@@ -67,6 +75,29 @@ def test_attention(lengths, num_heads, kv_heads, dim):
 @pytest.mark.parametrize("lengths", [[(36, 1), (0, 0), (200, 1)], [(5, 1), (0, 60), (130, 9)]])
 def test_attention_over_8_bit_pages(lengths, dtype, kv_dtype):
     cases.attention(lengths, 6, 2, 16, 16, CPU, dtype, kv_dtype)
+
+
+# Odd ones first: a window of one key, a chunk smaller than a block, borders within and between blocks.
+REACHES = [Reach(window=1), Reach(chunk=5), Reach(window=17), Reach(chunk=48), Reach(window=64), Reach(chunk=4096)]
+LOCAL_LENGTHS = [(36, 1), (0, 0), (15, 1), (48, 1), (200, 1), (47, 1), (0, 140), (130, 9), (40, 20)]
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_local_attention(reach, has_sinks):
+    cases.attention(LOCAL_LENGTHS, 6, 2, 16, 16, CPU, torch.float32, None, reach, has_sinks)
+
+
+@pytest.mark.parametrize("reach", [Reach(window=17), Reach(chunk=48), FULL], ids=str)
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_local_attention_over_8_bit_pages(reach, kv_dtype):
+    cases.attention(LOCAL_LENGTHS[:7], 6, 2, 16, 16, CPU, torch.float32, kv_dtype, reach, True)
+
+
+def test_sinks_of_attention_over_all_keys():
+    cases.attention(
+        [(36, 1), (0, 0), (200, 1), (0, 2), (0, 60), (130, 9)], 3, 1, 32, 16, CPU, torch.float16, None, FULL, True
+    )
 
 
 def test_attention_over_16_bit_pages():

@@ -4,6 +4,7 @@ compared with the reference in float64 on the same inputs, with routing that has
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from kernels.quant_cases import made_fp8, made_int4
@@ -15,11 +16,12 @@ from stoker.kernels.moe import (
     Experts,
     add_experts_ref,
     add_experts_triton,
-    choose_ref,
     plain_ref,
     to_kernel_layout,
 )
+from stoker.kernels.moe_choice import ExpertRouter, Routing, Scoring, choose_ref
 from stoker.kernels.moe_few import down_few, gate_up_few
+from stoker.kernels.moe_gate import SILU, Clamp, Gate
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up, takes_codes
@@ -46,6 +48,35 @@ class Shape:
     top_k: int
     renormalises: bool = True
     granule: int = 8
+    scoring: Scoring = "softmax"
+    scaling: float = 1.0
+    groups: tuple[int, int] = (1, 1)  # all, and those that experts are chosen from
+    bias: bool = False
+    correction: bool = False
+    on_input: bool = False
+    expert_bias: bool = False
+    clamp: Clamp | None = None
+
+    @property
+    def routing(self) -> Routing:
+        given = (self.top_k, self.scoring, self.renormalises, self.scaling, *self.groups)
+        return Routing(*given, self.bias, self.correction, self.on_input)
+
+
+# How models with many experts choose them, and Llama 4 and gpt-oss.
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "groups": {"scoring": "sigmoid", "scaling": 2.5, "groups": (4, 2), "correction": True},
+    "one group": {"scoring": "sigmoid", "scaling": 2.827, "correction": True},
+    "uncorrected": {"scoring": "sigmoid", "groups": (4, 3), "renormalises": False},
+    "bias": {"bias": True},
+    "gpt-oss": {"bias": True, "expert_bias": True, "clamp": Clamp(0.8, 1.702)},
+    "input": {"top_k": 1, "scoring": "sigmoid", "renormalises": False, "on_input": True},
+}
+
+
+def routed(shape: Shape, name: str) -> Shape:
+    """Return the shape with one of the ROUTINGS."""
+    return replace(shape, **ROUTINGS[name])
 
 
 @dataclass(frozen=True)
@@ -60,10 +91,20 @@ class Case:
         gate_up, down = (
             plain_ref(weight, len(experts.router), torch.float64) for weight in (experts.gate_up, experts.down)
         )
+        router = experts.router
+        bias, correction = (None if extra is None else extra.double() for extra in (router.bias, router.correction))
+        router = ExpertRouter(router.weight.double(), router.routing, bias, correction)
         return Case(
             self.x.double(),
             Norm(norm.weight.double(), norm.eps),
-            replace(experts, router=experts.router.double(), gate_up=gate_up.double(), down=down.double()),
+            replace(
+                experts,
+                router=router,
+                gate_up=gate_up.double(),
+                down=down.double(),
+                gate=Gate(experts.gate.clamp, None if experts.gate.bias is None else experts.gate.bias.double()),
+                down_bias=None if experts.down_bias is None else experts.down_bias.double(),
+            ),
         )
 
     def expected(self) -> Tensor:
@@ -72,43 +113,52 @@ class Case:
 
 
 def make(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> Case:
-    """Each token's last chosen expert is well ahead of the first that is not chosen: rounding must not decide."""
+    """Small changes of a token's logits do not change its experts: rounding must not decide."""
 
     def random(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*size, device=device) * scale).to(dtype)
 
     hidden, width, experts = shape.hidden, shape.width, shape.experts
-    router = random(experts, hidden, scale=2 * hidden**-0.5)
+    bias = random(experts) if shape.bias else None
+    correction = torch.rand(experts, device=device) if shape.correction else None
+    router = ExpertRouter(random(experts, hidden, scale=2 * hidden**-0.5), shape.routing, bias, correction)
     norm = Norm(random(hidden), 1e-5)
     kept: list[Tensor] = []
     while sum(map(len, kept)) < num_tokens:
         x = random(num_tokens + 64, hidden)
-        logits = rms_norm_ref(x.double(), norm.weight.double(), norm.eps) @ router.double().t()
-        ordered = logits.sort(-1, descending=True).values
-        if shape.top_k < experts:
-            x = x[(ordered[:, shape.top_k - 1] - ordered[:, shape.top_k]) > 0.03]
+        logits = rms_norm_ref(x.double(), norm.weight.double(), norm.eps) @ router.weight.double().t()
+        chosen = choose_ref(logits, router)[1].sort(-1).values
+        for _ in range(16):
+            changed = logits + torch.empty_like(logits).uniform_(-0.03, 0.03)
+            is_same = (choose_ref(changed, router)[1].sort(-1).values == chosen).all(-1)
+            x, logits, chosen = x[is_same], logits[is_same], chosen[is_same]
         kept.append(x)
     x = torch.cat(kept)[:num_tokens].contiguous()
     gate_up = random(experts, 2 * width, hidden, scale=hidden**-0.5)
     down = random(experts, hidden, width, scale=4 * width**-0.5)
-    return Case(x, norm, Experts(router, gate_up, down, shape.granule, shape.top_k, shape.renormalises))
+    gate, down_bias = SILU, None
+    if shape.expert_bias:
+        gate, down_bias = Gate(shape.clamp, random(experts, 2 * width)), random(experts, hidden)
+    return Case(x, norm, Experts(router, gate_up, down, shape.granule, gate=gate, down_bias=down_bias))
 
 
 def routing(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     case = make(num_tokens, shape, device, dtype)
     wide, experts = case.wide, case.experts
     normed = rms_norm_ref(wide.x, wide.norm.weight, wide.norm.eps)
-    expected = (wide.x * wide.norm.weight) @ wide.experts.router.t()
-    logits, counts = router_logits(case.x, case.norm.weight, experts.router)
+    expected = (wide.x * wide.norm.weight) @ wide.experts.router.weight.t()
+    logits, counts = router_logits(case.x, case.norm.weight, experts.router.weight)
     logits_sum = logits.double().sum(1)
     assert float((logits_sum - expected).norm() / expected.norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
     assert not counts.view(-1, COUNT_STRIDE)[:, 0].any()
-    lists = list_by_expert(case.x, case.norm.weight, case.norm.eps, logits, counts, experts.top_k, experts.renormalises)
-    close(lists.normed, normed)
+    lists = list_by_expert(case.x, case.norm.weight, case.norm.eps, logits, counts, experts.router)
     scale = torch.rsqrt(wide.x.square().mean(-1, keepdim=True) + case.norm.eps)
-    weights, chosen = choose_ref(logits_sum * scale, experts.top_k, experts.renormalises)
+    weights, chosen = choose_ref(logits_sum * scale, wide.experts.router)
+    if shape.on_input:
+        normed, weights = normed * weights, torch.ones_like(weights)
+    close(lists.normed, normed)
     assert (lists.weights.double() - weights).abs().max() < 1e-5
-    found = torch.full((num_tokens * experts.top_k,), -1, device=device)
+    found = torch.full((num_tokens * shape.top_k,), -1, device=device)
     for expert, count in enumerate(counts.view(-1, COUNT_STRIDE)[:, 0].tolist()):
         found[lists.pairs[expert, :count].long()] = expert
     assert torch.equal(found, chosen.flatten())
@@ -117,23 +167,24 @@ def routing(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dt
 def few(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     case = make(num_tokens, shape, device, dtype)
     experts = case.experts
-    logits, _counts = router_logits(case.x, case.norm.weight, experts.router)
-    x, options = case.x.clone(), (experts.top_k, experts.renormalises)
-    found = gate_up_few(x, case.norm.weight, case.norm.eps, logits, experts.gate_up, experts.granule, *options)
-    close(down_few(x, found, experts.down, experts.renormalises), case.expected())
+    logits, _counts = router_logits(case.x, case.norm.weight, experts.router.weight)
+    x, norm = case.x.clone(), case.norm
+    given = (x, norm.weight, norm.eps, logits, experts.router, experts.gate_up, experts.granule)
+    found = gate_up_few(*given, gate=experts.gate)
+    close(down_few(x, found, experts.down, bias=experts.down_bias), case.expected())
 
 
 def listed(case: Case) -> Lists:
     experts, norm = case.experts, case.norm
-    logits, counts = router_logits(case.x, norm.weight, experts.router)
-    return list_by_expert(case.x, norm.weight, norm.eps, logits, counts, experts.top_k, experts.renormalises)
+    logits, counts = router_logits(case.x, norm.weight, experts.router.weight)
+    return list_by_expert(case.x, norm.weight, norm.eps, logits, counts, experts.router)
 
 
 def many(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
-    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule)
-    made = down_lists(lists, inner, case.experts.down)
+    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule, gate=case.experts.gate)
+    made = down_lists(lists, inner, case.experts.down, bias=case.experts.down_bias)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 
@@ -147,8 +198,8 @@ def prompt(
 ) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
-    inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up)
-    made = down_prompt(lists, inner, case.experts.down, down)
+    inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up, case.experts.gate)
+    made = down_prompt(lists, inner, case.experts.down, down, case.experts.down_bias)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 
@@ -158,7 +209,7 @@ def whole(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtyp
     router, gate_up, down = case.experts.router, case.experts.gate_up, case.experts.down
     stacked = (gate_up.clone().view(-1, shape.hidden), down.clone().view(-1, shape.width))
     plain = replace(case, experts=replace(case.experts, granule=shape.width))
-    packed = to_kernel_layout(router, *stacked, shape.top_k, shape.renormalises)
+    packed = to_kernel_layout(router, *stacked, gate=case.experts.gate, down_bias=case.experts.down_bias)
     close(add_experts_triton(case.x.clone(), case.norm, packed), plain.expected())
 
 
@@ -188,16 +239,17 @@ def make_quantised(num_tokens: int, shape: Shape, form: str, device: torch.devic
 def few_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
     case = make_quantised(num_tokens, shape, form, device, dtype)
     x, norm, experts = case.x.clone(), case.norm, case.experts
-    logits, _counts = router_logits(x, norm.weight, experts.router)
-    options = (experts.top_k, experts.renormalises)
-    found = quant_gate_up_few(x, norm.weight, norm.eps, logits, experts.gate_up, *options)
-    close(quant_down_few(x, found, experts.down, experts.renormalises), case.expected())
+    logits, _counts = router_logits(x, norm.weight, experts.router.weight)
+    given = (x, norm.weight, norm.eps, logits, experts.router, experts.gate_up)
+    found = quant_gate_up_few(*given, gate=experts.gate)
+    close(quant_down_few(x, found, experts.down, bias=experts.down_bias), case.expected())
 
 
 def many_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
     case = make_quantised(num_tokens, shape, form, device, dtype)
     lists = listed(case)
-    made = quant_down(lists, quant_gate_up(lists, case.experts.gate_up), case.experts.down)
+    inner = quant_gate_up(lists, case.experts.gate_up, gate=case.experts.gate)
+    made = quant_down(lists, inner, case.experts.down, bias=case.experts.down_bias)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 

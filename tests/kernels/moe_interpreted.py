@@ -45,15 +45,24 @@ def test_many_tokens(num_tokens, shape):
     moe_cases.many(num_tokens, shape, CPU, torch.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, moe_cases.routed(SHAPES[0], "gpt-oss")], ids=str)
 def test_prompts(shape):
     tile = PairTile(rows=32, outs=16, ins=32, num_warps=4, num_stages=2)
     moe_cases.prompt(60, shape, CPU, torch.float32, tile, tile)
 
 
+@pytest.mark.parametrize("routing", moe_cases.ROUTINGS)
+def test_routings(routing):
+    shape = moe_cases.routed(Shape(72, 40, 12, 5), routing)
+    moe_cases.routing(9, shape, CPU, torch.float32)
+    moe_cases.few(2, shape, CPU, torch.float32)
+    moe_cases.many(5, shape, CPU, torch.float32)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 30])
 def test_a_whole_layer(num_tokens):
     moe_cases.whole(num_tokens, Shape(72, 40, 7, 1), CPU, torch.float32)
+    moe_cases.whole(num_tokens, moe_cases.routed(Shape(72, 40, 7, 4), "gpt-oss"), CPU, torch.float32)
 
 
 @triton.jit

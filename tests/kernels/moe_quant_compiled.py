@@ -4,6 +4,7 @@ interpreted or absent."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ from kernels.hopper import SHARED_BYTES, CompiledKernel
 from kernels.moe_cases import FORMS
 from kernels.quant_cases import made_fp8, made_int4
 
-from stoker.kernels import moe_quant, moe_quant_few
-from stoker.kernels.moe_few import Chosen
+from stoker.kernels import moe_few, moe_quant, moe_quant_few, moe_route
+from stoker.kernels.moe_choice import ExpertRouter, Routing
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.quant import QuantWeight
@@ -75,13 +76,37 @@ def test_many_tokens(kernels, form, quantises_inputs, num_tokens):
         assert all(("e4m3.e4m3" in line) == quantises_inputs for line in products)
 
 
+def routers() -> Iterator[ExpertRouter]:
+    """Return a router of each kind, for EXPERTS experts."""
+    correction = torch.empty(EXPERTS)
+    weight, bias = torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16), torch.empty(EXPERTS, dtype=torch.bfloat16)
+    yield ExpertRouter(weight, Routing(TOP_K, renormalises=True))
+    yield ExpertRouter(weight, Routing(TOP_K, bias=True), bias)
+    yield ExpertRouter(weight, Routing(TOP_K, "sigmoid", True, 2.5, 2, 1, correction=True), None, correction)
+    yield ExpertRouter(weight, Routing(1, "sigmoid", on_input=True))
+
+
 @pytest.mark.parametrize("form", ["fp8 channels", "fp8 blocks", "int4 groups of 32"])
 def test_few_tokens(kernels, form):
     gate_up, down = kernels(moe_quant_few)
     x, norm = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
     weights = weight(form, EXPERTS * 2 * WIDTH, HIDDEN, False), weight(form, EXPERTS * HIDDEN, WIDTH, False)
-    found = moe_quant_few.quant_gate_up_few(x, norm, 1e-6, torch.empty(1, 8, EXPERTS), weights[0], TOP_K, True)
-    assert isinstance(found, Chosen)
-    moe_quant_few.quant_down_few(x, found, weights[1], True)
-    for kernel in (gate_up, down):
-        assert kernel.found.metadata.shared <= SHARED_BYTES
+    for router in routers():
+        found = moe_quant_few.quant_gate_up_few(x, norm, 1e-6, torch.empty(1, 8, EXPERTS), router, weights[0])
+        moe_quant_few.quant_down_few(x, found, weights[1])
+        for kernel in (gate_up, down):
+            assert kernel.found.metadata.shared <= SHARED_BYTES
+
+
+def test_routings_of_plain_experts(kernels, monkeypatch):
+    gate_up, down = kernels(moe_few)
+    lists_kernel = CompiledKernel(moe_route._list_by_expert)
+    monkeypatch.setattr(moe_route, "_list_by_expert", lists_kernel)
+    x, norm = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
+    both, last = (torch.empty(EXPERTS, *size, dtype=x.dtype) for size in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+    for router in routers():
+        logits, counts = torch.empty(1, 8, EXPERTS), torch.empty(EXPERTS * COUNT_STRIDE, dtype=torch.int32)
+        moe_few.down_few(x, moe_few.gate_up_few(x, norm, 1e-6, logits, router, both, WIDTH), last)
+        moe_route.list_by_expert(x, norm, 1e-6, logits, counts, router)
+        for kernel in (gate_up, down, lists_kernel):
+            assert kernel.found.metadata.shared <= SHARED_BYTES

@@ -33,6 +33,14 @@ def test_many_tokens(shape, form):
     moe_cases.many_quantised(19, shape, form, CPU, torch.float32)
 
 
+@pytest.mark.parametrize("routing", moe_cases.ROUTINGS)
+def test_routings(routing):
+    shape = moe_cases.routed(Shape(64, 64, 12, 5), routing)
+    moe_cases.few_quantised(1, shape, "fp8 blocks", CPU, torch.float32)
+    if shape.expert_bias:
+        moe_cases.many_quantised(9, shape, "fp8 channels", CPU, torch.float32)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_one_weight_may_be_plain(num_tokens):
     moe_cases.one_quantised(num_tokens, SMALL, "int4 groups of 32", CPU, torch.float32)

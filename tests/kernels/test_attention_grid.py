@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from stoker.kernels.attention import SpanShape
 from stoker.kernels.attention_grid import LayerSlots, grid_attention, grid_rope_write, grid_spans, round_to_grid
 from stoker.kernels.kv_pages import has_scales
+from stoker.kernels.reach import FULL, Reach
 from stoker.kernels.rope_write import HeadNorms
 
 SEED = 18
@@ -36,7 +37,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 class Cache:
     """The KV of one layer, filled step by step with one long sequence and several others that are only read."""
 
-    def __init__(self, dtype: torch.dtype, block_tokens: int, norms: HeadNorms | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, block_tokens: int, norms: HeadNorms | None = None, reach: Reach = FULL
+    ) -> None:
+        self.reach = reach
         generator = torch.Generator().manual_seed(SEED)
         self.heads = torch.randn(LENGTH, ALL_HEADS, HEAD_DIM, generator=generator)
         self.heads *= torch.randn(LENGTH, ALL_HEADS, 1, generator=generator).exp()
@@ -57,12 +61,13 @@ class Cache:
         spans.insert(at, (first, count, self.blocks))
         for start, size, blocks in spans:
             pages = [block * 2 * KV_HEADS for block in blocks[: -(-(start + size) // self.block_tokens)]]
-            shapes.append(SpanShape(len(tokens), start, size, pages))
+            unseen = self.reach.first_key(start) // self.block_tokens
+            shapes.append(SpanShape(len(tokens), start, size, [1 << 40] * unseen + pages[unseen:]))
             for position in range(start, start + size):
                 page = blocks[position // self.block_tokens] * 2 * KV_HEADS + np.arange(KV_HEADS)
                 slots.append(page * self.block_tokens + position % self.block_tokens)
                 tokens.append(position)
-        grid = grid_spans(shapes, np.stack(slots), HEADS, KV_HEADS, self.pages, HEAD_DIM)
+        grid = grid_spans(shapes, np.stack(slots), HEADS, KV_HEADS, self.pages, HEAD_DIM, self.reach)
         index = torch.from_numpy(np.stack(slots).ravel())
         sides = self.cos[tokens, None], self.sin[tokens, None]
         layer = LayerSlots.of(self.pages, KV_HEADS, HEAD_DIM, len(self.pages))
@@ -80,15 +85,19 @@ def cuts(generator: random.Random) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("block_tokens", [4, 16, 24])
+@pytest.mark.parametrize(
+    ("block_tokens", "reach"),
+    [(4, FULL), (16, FULL), (24, FULL), (16, Reach(window=37)), (4, Reach(chunk=33))],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_gets_the_same_bits_in_every_step(dtype: torch.dtype, block_tokens: int) -> None:
+def test_a_token_gets_the_same_bits_in_every_step(dtype: torch.dtype, block_tokens: int, reach: Reach) -> None:
     print(f"seed {SEED}")
     generator = random.Random(SEED)
-    whole = Cache(dtype, block_tokens)
+    whole = Cache(dtype, block_tokens, reach=reach)
     expected = whole.step(0, LENGTH, 0)
     for _ in range(2):
-        cache = Cache(dtype, block_tokens)
+        cache = Cache(dtype, block_tokens, reach=reach)
         for first, count in cuts(generator):
             others = generator.choice([0, 0, 1, 5])
             found = cache.step(first, count, others, generator.randint(0, others))
@@ -98,13 +107,15 @@ def test_a_token_gets_the_same_bits_in_every_step(dtype: torch.dtype, block_toke
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norms", [False, True])
-def test_it_is_close_to_attention_in_float64(dtype: torch.dtype, has_norms: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_norms", "reach"), [(False, FULL), (True, FULL), (True, Reach(window=9)), (True, Reach(chunk=40))]
+)
+def test_it_is_close_to_attention_in_float64(dtype: torch.dtype, has_norms: bool, reach: Reach) -> None:
     generator = torch.Generator().manual_seed(SEED)
     norms = None
     if has_norms:
         norms = HeadNorms(*(torch.rand(HEAD_DIM, generator=generator) + 0.5 for _ in range(2)), 1e-5)
-    cache = Cache(dtype, 16, norms)
+    cache = Cache(dtype, 16, norms, reach)
     found = cache.step(0, LENGTH, 0)
     heads = cache.heads.double()
     query, key, value = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
@@ -116,7 +127,9 @@ def test_it_is_close_to_attention_in_float64(dtype: torch.dtype, has_norms: bool
         return x * cache.cos[:, None] + x.roll(HEAD_DIM // 2, -1) * cache.sin[:, None]
 
     parts = [part.transpose(0, 1) for part in (turned(query), turned(key), value)]
-    expected = scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(0, 1)
+    keys, positions = torch.arange(LENGTH)[None], torch.arange(LENGTH)[:, None]
+    is_seen = (keys <= positions) & (keys >= reach.first_keys(positions))
+    expected = scaled_dot_product_attention(*parts, is_seen, enable_gqa=True).transpose(0, 1)
     assert float((found - expected).norm() / expected.norm()) < MAX_ERROR[dtype]
 
 

@@ -15,7 +15,7 @@ from tiny_quantised import BLOCKS, MOE, SCHEMES, SHAPE, compressed, ints, make_m
 from stoker.base.errors import ModelFilesError
 from stoker.kernels.quant import QuantWeight
 from stoker.layers import quant
-from stoker.layers.moe import MoeConfig, MoeMlp
+from stoker.layers.moe import MoeConfig, MoeMlp, Routing
 from stoker.layers.quant import PLAIN, Fp8, Int4, Stored
 from stoker.models.family import Rule, family_of
 from stoker.models.quantisation import read_quantisation
@@ -101,8 +101,8 @@ def test_a_weight_is_held_once_and_counted_whole(
     monkeypatch: pytest.MonkeyPatch, stored: Stored, num_bytes: tuple[int, int]
 ) -> None:
     """As on a GPU that has the kernels: the kernels use the parameters themselves, in place."""
-    monkeypatch.setattr(quant, "_has_kernels", lambda x, dtype: True)
-    layer = MoeMlp(256, MoeConfig(3, 2, 128, True), stored, stored)
+    monkeypatch.setattr(quant, "has_kernels", lambda x, dtype: True)
+    layer = MoeMlp(256, MoeConfig(3, 128, Routing(2, renormalises=True)), stored, stored)
     loaded = next(layer.gate_up.parameters()).data_ptr()
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -20,7 +20,7 @@ from stoker.checkpoint.weight_files import (
     BLOCK_BYTES,
     WeightReadAhead,
     is_cached,
-    read_block,
+    read_bytes,
     read_header,
     stored_tensors,
     weight_files,
@@ -54,7 +54,7 @@ def test_every_value_finds_its_place(
     stored = stored_tensors(tmp_path)
     places = {name: torch.full(value.shape, float("nan"), dtype=dtype) for name, value in values.items()}
     seen = []
-    copies = [Copy(stored[name], place) for name, place in places.items()]
+    copies = [Copy.of(stored[name], place) for name, place in places.items()]
     fill(copies, lambda done, total: seen.append((done, total)), ahead)
     for name, value in values.items():
         assert torch.equal(places[name], value.to(dtype)), name
@@ -71,7 +71,7 @@ def test_unaligned_values_are_not_cut(tmp_path: Path, monkeypatch: pytest.Monkey
         struct.pack("<Q", len(header)) + header.encode() + values.numpy().tobytes()
     )
     place = torch.zeros(5000, dtype=torch.float64)
-    fill([Copy(stored_tensors(tmp_path)["w"], place)], quiet)
+    fill([Copy.of(stored_tensors(tmp_path)["w"], place)], quiet)
     assert torch.equal(place, values.double())
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     stored = stored_tensors(tmp_path)["d"]
     file.write_bytes(file.read_bytes()[: stored.offset + 10])
     with pytest.raises(ModelFilesError, match=r"model\.safetensors ends at byte"):
-        fill([Copy(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
+        fill([Copy.of(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
 
 
 @pytest.mark.parametrize("where", ["cached", "on the drive"])
@@ -105,7 +105,7 @@ def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ModelFilesError, match=r"model\.safetensors cannot be read: Input/output error"):
-        fill([Copy(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
+        fill([Copy.of(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
 
 
 def test_an_unreadable_file_is_not_reported_as_broken(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_reading_past_the_cache_leaves_nothing_there(tmp_path: Path) -> None:
         pytest.skip("this file system keeps its files in memory")
     into = memoryview(mmap.mmap(-1, BLOCK_BYTES))
     for number in range(3):
-        got = read_block(file, number, into)
+        got = read_bytes(file, number * BLOCK_BYTES, into)
         assert bytes(into[:got]) == content[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
     assert not is_cached(file, 0)
     assert not is_cached(file, 1)

@@ -121,6 +121,55 @@ def test_tools_auto(client: openai.OpenAI) -> None:
     assert all(call.function.name in SCHEMAS for call in calls)
 
 
+def test_a_strict_call_that_begins_fits_its_schema(client: openai.OpenAI, server: RealServer) -> None:
+    """The model does not call by itself, so that its answer is resumed after the opening tag."""
+    begun = server.send("/tokenize", {"prompt": "<tool_call>", "add_special_tokens": False}).json["tokens"]
+    tools = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    calls = []
+    for seed in range(2):
+        resume = {"created": 1, "choices": [{"token_ids": begun}] * 2}
+        fields = {"tools": tools, "temperature": 1.3, "seed": seed, "n": 2, "max_tokens": 120}
+        answer = chat(client, ASK_WEATHER, **fields, extra_body={"resume": resume})
+        calls += [call for choice in answer.choices for call in choice.message.tool_calls]
+    assert len(calls) >= 4
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+def test_strict_tools_do_not_change_an_answer_without_calls(client: openai.OpenAI) -> None:
+    tools = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    loose, strict = (chat(client, FRANCE, tools=given, max_tokens=24).choices[0] for given in (TOOLS, tools))
+    assert strict.message.content == loose.message.content
+    assert strict.finish_reason == loose.finish_reason
+
+
+def test_tools_beside_a_format_allow_a_call_or_the_format(client: openai.OpenAI, server: RealServer) -> None:
+    form = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "answer",
+            "schema": {
+                "type": "object",
+                "properties": {"capital": {"enum": ["Paris", "Rome"]}},
+                "required": ["capital"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    fields: dict[str, Any] = {"tools": TOOLS, "response_format": form, "temperature": 1, "max_tokens": 80, "seed": 3}
+    begun = server.send("/tokenize", {"prompt": "{", "add_special_tokens": False}).json["tokens"]
+    resume = {"created": 1, "choices": [{"token_ids": begun}]}
+    answer = chat(client, FRANCE, **fields, extra_body={"resume": resume}).choices[0]
+    assert json.loads(answer.message.content)["capital"] in ("Paris", "Rome")
+    assert answer.message.tool_calls is None
+    begun = server.send("/tokenize", {"prompt": "<tool_call>", "add_special_tokens": False}).json["tokens"]
+    resume = {"created": 1, "choices": [{"token_ids": begun}]}
+    answer = chat(client, ASK_WEATHER, **fields, parallel_tool_calls=False, extra_body={"resume": resume}).choices[0]
+    (call,) = answer.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    assert answer.finish_reason == "tool_calls"
+
+
 def test_the_model_reads_the_tool_result(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     messages = [

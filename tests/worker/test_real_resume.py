@@ -39,6 +39,7 @@ TOOL = {
     "additionalProperties": False,
 }
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": TOOL}}]
+STRICT_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": TOOL, "strict": True}}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": TOOL}}
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me"}], "stream_options": {"include_usage": True}}
 PENALTIES = {"frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.3}
@@ -55,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         USER | {"max_tokens": 60, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     ),
     "schema": (CHAT, USER | {"max_tokens": 50, "response_format": SCHEMA, "temperature": 1.5}),
+    "strict": (CHAT, USER | {"max_tokens": 24, "n": 2, "tools": STRICT_TOOLS, "temperature": 1.5}),
     "three": (CHAT, USER | {"max_tokens": 12, "n": 3, "ignore_eos": True}),
     "three-forced": (CHAT, USER | {"max_tokens": 60, "n": 3, "tools": TOOLS, "tool_choice": "required"}),
     "echo": (COMPLETIONS, {"prompt": "Once upon a time", "echo": True, "max_tokens": 16, "ignore_eos": True}),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -30,13 +30,17 @@ from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
+from stoker.gateway.doctor.cache_doctor import CacheDoctor
+from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects.response_runs import Generate
 from stoker.gateway.objects.tenant_objects import OBJECT_PREFIXES
 from stoker.gateway.path.billing import billed_usage
+from stoker.gateway.path.cache_report import miss_parts
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
@@ -47,9 +51,9 @@ from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
-from stoker.gateway.records.running_usage import RunningUsage
+from stoker.gateway.records.running_usage import UsageLedger
 from stoker.gateway.records.tracing import TraceSpan, Tracing
-from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.routing.query import RouteQuery
@@ -84,14 +88,12 @@ class UsageRecorder(Protocol):
     def record(self, row: UsageRow) -> None: ...
 
 
-class UsageLedger(Protocol):
-    """Takes one row for each admitted request, in two steps."""
+class MissRecorder(Protocol):
+    """Counts why prompts were computed."""
 
-    def open(self, head: UsageHead) -> RunningUsage:
-        """Write the row ahead. Raises Overloaded if the ledger can take no more."""
-
-    def settle(self, running: RunningUsage, row: UsageRow) -> None:
-        """Put the final row in place of the one written ahead."""
+    def add(
+        self, key_id: str, tenant: str, model: str, prompt_tokens: int, cached_tokens: int, parts: Sequence[MissPart]
+    ) -> None: ...
 
 
 class StoredObjects(Protocol):
@@ -123,6 +125,9 @@ class GatewayParts:
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
+    embeddings: Endpoint
+    doctor: CacheDoctor
+    misses: MissRecorder
     objects: StoredObjects
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
@@ -315,7 +320,7 @@ class Gateway:
 
     def _record(self, exchange: Exchange) -> None:
         parts = self._parts
-        row = exchange.row(parts.clock())
+        row = exchange.row(parts.clock(), self._misses(exchange))
         if exchange.running is not None:
             parts.meter.settle(exchange.running, row)
         exchange.trace.end(row.status, row.error)
@@ -323,6 +328,16 @@ class Gateway:
         parts.request_log.record(row)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
+
+    def _misses(self, exchange: Exchange) -> str:
+        """Explain and count the uncached tokens of a request. Return the explanation for its row."""
+        call, caller = exchange.call, exchange.caller
+        if call is None or call.usage is None or not call.usage.prompt_tokens:
+            return ""
+        prompt, cached = call.usage.prompt_tokens, call.usage.cached_tokens
+        found = miss_parts(self._parts.doctor, call, prompt, cached, call.usage.completion_tokens)
+        self._parts.misses.add(caller.key_id, caller.tenant, exchange.model, prompt, cached, found)
+        return as_text(found)
 
     # ---- all other paths
 
@@ -355,6 +370,8 @@ class Gateway:
             return await parts.registration.answer(request)
         if path in TOKENIZE_PATHS:
             return await parts.tokenize.answer(request)
+        if path in EMBEDDINGS_PATHS:
+            return await parts.embeddings.answer(request)
         if path.startswith(OBJECT_PREFIXES):
             return await parts.objects.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):

@@ -18,6 +18,7 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
+from stoker.gateway.doctor.miss_parts import Cut
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases
 from stoker.gateway.path.resume import TokenMemory
@@ -25,7 +26,7 @@ from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.running_usage import NOT_ADMITTED, RunningUsage
 from stoker.gateway.records.tracing import RequestTrace, TraceSpan
 from stoker.proto.openai.fields import TenantShare
-from stoker.routing.query import RouteQuery
+from stoker.routing.query import Route, RouteQuery
 
 _NOTHING: Mapping[str, bytes] = {}
 
@@ -64,6 +65,8 @@ class Call(msgspec.Struct, eq=False):
     ended: bool = False  # the client had received the complete stream when the attempt was cancelled
     ignored_fields: Sequence[str] = ()  # of OpenAI's API, that the worker did not get
     explained: bytes | None = None  # value of the `x-stoker-route` header
+    route: Route | None = None  # the latest one whose worker computes the prompt
+    cuts: tuple[Cut, ...] | None = None  # why uncached tokens were computed; set once, at the end
 
     @property
     def streams(self) -> bool:

@@ -60,7 +60,7 @@ class Exchange(msgspec.Struct, eq=False):
         if not self.request.started:
             self.status = reply_of(error).status
 
-    def row(self, now: float) -> UsageRow:
+    def row(self, now: float, misses: str = "") -> UsageRow:
         call, caller = self.call, self.caller
         usage = (call is not None and call.usage) or _NO_USAGE
         first_byte_s = call.first_byte_s if call is not None else None
@@ -86,4 +86,5 @@ class Exchange(msgspec.Struct, eq=False):
             queued_ms,
             self.error,
             self.request_id.decode(),
+            misses,
         )

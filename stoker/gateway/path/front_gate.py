@@ -20,6 +20,7 @@ from stoker.gateway.http import PUBLIC, BodyGrant, HeadRefusal, RequestHead
 from stoker.gateway.objects.tenant_objects import UPLOAD_PATHS
 from stoker.gateway.path.call import RequestIds, given_request_id
 from stoker.gateway.path.cors import cors_pairs
+from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
 from stoker.gateway.path.errors import reply_of, shaped_for
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
@@ -27,7 +28,7 @@ from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.proto.cors import NO_CORS, CorsRules
 
 _ENDPOINTS = {path: kind.value for kind, path in PATHS.items()}
-_KEYED = frozenset({*_ENDPOINTS, *TOKENIZE_PATHS, *UPLOAD_PATHS})  # the paths that take large bodies
+_KEYED = frozenset({*_ENDPOINTS, *TOKENIZE_PATHS, *EMBEDDINGS_PATHS, *UPLOAD_PATHS})  # the paths that take large bodies
 
 log = EventLog("gateway")
 

@@ -26,6 +26,7 @@ from stoker.gateway.http import (
     WorkerResponse,
     header_block,
 )
+from stoker.gateway.path.cache_report import CACHE_HEADER, cache_report, wants_cache_report
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import AnswerLate, AnswerTooLarge, BadAnswer, LegFailed, Refused
 from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, OWN_ACCESS, kind_of, known_status
@@ -301,8 +302,18 @@ class Legs:
     def respond(self, answer: WorkerResponse, body: bytes) -> None:
         self.call.status = self.call.running.cells[STATUS] = answer.status
         self.call.sent_bytes = len(body)
-        self.call.request.respond(answer.status, self._client_headers(answer), body)
+        headers = self._client_headers(answer)
+        if wants_cache_report(self.call):
+            headers += header_block([(CACHE_HEADER, self._cache_report())])
+        self.call.request.respond(answer.status, headers, body)
         self._saw_first_token()  # bookkeeping comes after the response, so that the client does not wait for it
+
+    def finish(self) -> None:
+        """End a stream. A client that asked for the cache report gets it as a comment after the last event."""
+        request = self.call.request
+        if wants_cache_report(self.call):
+            request.write(b": %b: %b\n\n" % (CACHE_HEADER, self._cache_report()))
+        request.finish()
 
     def end_prefill(self, *, handed_off: bool = False) -> None:
         """Return the prefill worker's reservation: prefill is done, or was not needed."""
@@ -333,6 +344,9 @@ class Legs:
         if call.explained is not None:
             headers += header_block([(_ROUTE, call.explained)])
         return headers
+
+    def _cache_report(self) -> bytes:
+        return cache_report(self._services.doctor, self.call)
 
     def _saw_first_token(self) -> None:
         call, now = self.call, self._services.clock()

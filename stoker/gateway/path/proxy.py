@@ -147,6 +147,8 @@ class Proxy:
             raise NoWorker("Only decode workers are usable now, and they need a prefill worker; retry later.")
         call.policy, call.worker_id = route.policy, decode.worker_id
         call.running.note_worker(decode.worker_id)
+        if not call.request.started:
+            call.route = route
         if self._debug_routes:
             call.explained = explained(route, call)
         loss_guard = CancelOnLoss(call.request.task)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from stoker.base.errors import InvalidRequest, NotFound, Overloaded, StokerError
+from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission
@@ -22,22 +22,19 @@ from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, method_not_allowed
 from stoker.gateway.config import ProxySettings
-from stoker.gateway.http import ResponseAborted, ResponseLost, Unreachable, header_block
 from stoker.gateway.path.call import requested_model
-from stoker.gateway.path.errors import LegFailed
-from stoker.gateway.path.failure_kinds import MAX_STRIKES, known_status
+from stoker.gateway.path.forwarding import forward_to_any
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, renamed_body
-from stoker.gateway.path.upstream import Upstream, Upstreams
+from stoker.gateway.path.upstream import Upstreams
 from stoker.proto.internal_http import COUNT_TOKENS_PATH, INPUT_TOKENS_PATH
 from stoker.proto.openai.decode import decode
-from stoker.routing.query import ModelNotFound, NoWorker
+from stoker.routing.query import ModelNotFound
 
 # Only Stoker workers serve these.
 _COUNTING = frozenset({INPUT_TOKENS_PATH.encode(), COUNT_TOKENS_PATH.encode()})
 PATHS = frozenset({b"/tokenize", b"/detokenize"}) | _COUNTING
 
 _ROLES = frozenset(Role)
-_HEADERS = header_block([(b"content-type", b"application/json")])
 _MAX_BODY_BYTES = 8 << 20
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_PER_TENANT = 8  # requests at a time
@@ -50,10 +47,7 @@ class _NamedModel(msgspec.Struct):
 
 
 class TokenizeEndpoint:
-    """Forwards the body to one worker of the model, and to others if that one cannot be reached.
-
-    A body on which two workers were lost goes to no third one: it may be the cause.
-    """
+    """Forwards the body to one worker of the model, and to others if that one cannot be reached."""
 
     def __init__(
         self,
@@ -105,42 +99,11 @@ class TokenizeEndpoint:
         body = renamed_body(request.body, name, model)
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
-        failed: StokerError = NoWorker(f"No worker of model {model!r} is usable now; retry later.")
-        num_lost = 0
         members = self._fleet.candidates(model, _ROLES, self._clock())
         if request.path in _COUNTING:
             stoker = [member for member in members if member.spec.dialect == "stoker"]
             if members and not stoker:
                 raise NotFound(f"The workers of model {model!r} do not count tokens.", code="unknown_url")
             members = stoker
-        for member in members[: 1 + self._settings.retries]:
-            try:
-                return await self._forward(self._upstreams.of(member), request.path, body)
-            except Unreachable as error:
-                failed = LegFailed(member.worker_id, "connect", error.message)
-            except (ResponseLost, ResponseAborted) as error:
-                failed = LegFailed(member.worker_id, "lost", error.message)
-                num_lost += 1
-                if num_lost == MAX_STRIKES:
-                    break
-        raise failed
-
-    async def _forward(self, upstream: Upstream, path: bytes, body: bytes) -> Reply:
-        settings = self._settings
-        response = await upstream.pool.send(
-            b"POST",
-            path,
-            _HEADERS + upstream.headers,
-            body,
-            connect_s=settings.connect_s,
-            head_s=settings.first_byte_s,
-            idle_s=settings.idle_s,
-        )
-        answer = await response.read(_MAX_ANSWER_BYTES)
-        if response.status < 400 and response.status != 200:
-            raise ResponseLost(f"status {response.status} for {path.decode()}")
-        return Reply(
-            known_status(response.status) if response.status >= 400 else 200,
-            upstream.to_client.pairs(response.headers),
-            answer,
-        )
+        reply, _ = await forward_to_any(members, self._upstreams, self._settings, request.path, body, _MAX_ANSWER_BYTES)
+        return reply

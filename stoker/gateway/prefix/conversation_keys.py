@@ -20,17 +20,17 @@ from msgspec import UNSET
 from xxhash import xxh3_64_intdigest
 
 from stoker.base.errors import InvalidRequest
-from stoker.base.volatile_lines import VOLATILE_LINES, volatile_pattern
+from stoker.base.volatile_lines import VOLATILE_LINES
 from stoker.fleet.prefix_index import Key
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope
 from stoker.gateway.prefix.fair_threads import FairThreads
 from stoker.gateway.prefix.prefix_keys import chain_keys
+from stoker.gateway.prefix.stable_json import StableJson
 from stoker.kv.blocks.keys import salt_hash
 
 TEXT_BLOCK_BYTES = 1024
 _BYTES_PER_TOKEN = 4  # estimate for text
 _ROOTS = {EndpointKind.CHAT: 1, EndpointKind.COMPLETIONS: 2, EndpointKind.RESPONSES: 3, EndpointKind.MESSAGES: 4}
-_VOLATILE_BYTES = 4096  # volatile lines are looked for in the first bytes of a field
 _INLINE_BYTES = 8 << 10  # tokenizing this much takes a few milliseconds
 _INLINE_TEXT_BYTES = 1 << 20
 
@@ -61,8 +61,7 @@ class TextPrefixKeys:
     block_tokens = TEXT_BLOCK_BYTES // _BYTES_PER_TOKEN
 
     def __init__(self, volatile_lines: Sequence[str] = VOLATILE_LINES) -> None:
-        self._volatile = volatile_pattern(volatile_lines)
-        self._volatile_starts = [line.encode() for line in volatile_lines if line]
+        self._stable = StableJson(volatile_lines)
 
     def keys(self, envelope: RequestEnvelope, salt: str | None = None) -> ConversationKeys:
         root, num_bytes = _ROOTS[envelope.kind], 0
@@ -72,27 +71,18 @@ class TextPrefixKeys:
         # Chat templates print these before the conversation, so another tool list changes the prefix from the first block.
         for field in (envelope.tools, envelope.instructions, envelope.system):
             if field is not UNSET:
-                view = self._stable(memoryview(field))
+                view = self._stable.of(memoryview(field))
                 root = xxh3_64_intdigest(view, root)
                 num_bytes += len(view)
         keys: list[int] = []
         for field in (envelope.prompt_token_ids, envelope.messages, envelope.prompt, envelope.input):
             if field is not UNSET:
-                view = self._stable(memoryview(field))
+                view = self._stable.of(memoryview(field))
                 num_bytes += len(view)
                 if len(view) >= TEXT_BLOCK_BYTES:
                     keys = chain_keys(view, root, TEXT_BLOCK_BYTES)
                 break
         return ConversationKeys(keys, self.block_tokens, max(1, num_bytes // _BYTES_PER_TOKEN))
-
-    def _stable(self, text: memoryview) -> memoryview:
-        """Return the JSON without a volatile line near its start."""
-        head = bytes(text[:_VOLATILE_BYTES])
-        if not any(start in head for start in self._volatile_starts):  # much faster than the pattern
-            return text
-        if self._volatile is None or (found := self._volatile.search(text, 0, _VOLATILE_BYTES)) is None:
-            return text
-        return memoryview(b"".join((text[: found.start()], text[found.end() :])))
 
 
 class PrefixKeyMakers:

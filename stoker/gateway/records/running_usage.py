@@ -5,7 +5,9 @@ The request path updates the counts before it sends the bytes that they describe
 
 from __future__ import annotations
 
-from stoker.gateway.records.usage_row import MAX_TOKENS
+from typing import Protocol
+
+from stoker.gateway.records.usage_row import MAX_TOKENS, UsageHead, UsageRow
 from stoker.gateway.store.slot_file import NUM_CELLS, SlotFile
 
 # The cells, as the request path writes them. STATUS is the HTTP status once the answer is complete.
@@ -64,3 +66,13 @@ class SlotUsage(RunningUsage):
 
     def note_worker(self, worker_id: str) -> None:
         self._slots.write_note(self.index, worker_id)
+
+
+class UsageLedger(Protocol):
+    """Takes one row for each admitted request, in two steps."""
+
+    def open(self, head: UsageHead) -> RunningUsage:
+        """Write the row ahead. Raises Overloaded if the ledger can take no more."""
+
+    def settle(self, running: RunningUsage, row: UsageRow) -> None:
+        """Put the final row in place of the one written ahead."""

@@ -36,6 +36,7 @@ class UsageRow(msgspec.Struct, frozen=True, gc=False):
     queued_ms: float = 0.0
     error: str | None = None  # error code
     x_request_id: str = ""  # the `x-request-id` seen by client and workers; may be chosen by the client
+    misses: str = ""  # why the uncached tokens were computed, see `doctor/miss_parts.py`
 
 
 class UsageHead(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -104,6 +105,7 @@ def recovered_row(slot: FoundSlot) -> UsageRow:
         e2e_ms,
         resumed,
         x_request_id=head.x_request_id,
+        misses=f"unknown={prompt - cached}" if prompt > cached else "",
     )
 
 

@@ -61,11 +61,12 @@ TABLES = Tables(
             f"INSERT INTO usage_sums SELECT {DAY_S}, hour_s - hour_s % {DAY_S} AS day_s, {_SUMS_OF_ROWS} day_s, {_SUM_KEY}",
             "CREATE INDEX usage_by_session ON usage (tenant, session, time_s)",
         ),
+        ("ALTER TABLE usage ADD COLUMN misses TEXT NOT NULL DEFAULT ''",),
     ),
 )
 _COLUMNS = (
     "request_id, time_s, key_id, tenant, model, session, worker, endpoint, status, prompt_tokens, cached_tokens,"
-    " completion_tokens, ttft_ms, e2e_ms, resumed, x_request_id, price_id, hour_s"
+    " completion_tokens, ttft_ms, e2e_ms, resumed, x_request_id, price_id, hour_s, misses"
 )
 _NUM_COLUMNS = _COLUMNS.count(",") + 1
 _SUM_COLUMNS = f"span_s, start_s, {_SUM_KEY}, requests, prompt_tokens, cached_tokens, completion_tokens"
@@ -160,4 +161,5 @@ def _values(row: UsageRow, price: int) -> tuple[Any, ...]:
         row.x_request_id[:_MAX_TEXT],
         price,
         _hour_s(row),
+        row.misses,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from stoker.base.registry import Registry
-from stoker.sched.request import GrammarSpec
+from stoker.text.parsers.grammar import Format
 
 
 @dataclass(slots=True)  # not frozen: one is created per token, and creating a frozen one takes three times as long
@@ -85,8 +85,16 @@ class ToolParser(ABC):
 
     @classmethod
     @abstractmethod
-    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
-        """Return a grammar that forces one call to one of `tools` or, with `parallel`, one or more calls."""
+    def calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> Format:
+        """Return the format of one call to one of `tools` or, with `parallel`, of one or more calls, without other text."""
+
+    @classmethod
+    @abstractmethod
+    def text_and_calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> Format:
+        """Return the format of any answer in which every call is a valid call to one of `tools`.
+
+        The text before a call is free. Everything that `push` would take for a call must be one that the format allows.
+        """
 
     @classmethod
     @abstractmethod
@@ -113,6 +121,11 @@ class ReasoningParser(ABC):
     @abstractmethod
     def opened_by(cls, prompt: str) -> bool:
         """Return True if the rendered prompt ends inside the reasoning, so that the answer starts there."""
+
+    @classmethod
+    @abstractmethod
+    def before(cls, answer: Format, starts_inside: bool) -> Format:
+        """Return the format of an answer that may begin with reasoning. The reasoning is free, and may be cut off."""
 
     @classmethod
     @abstractmethod

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import Delta, TextDelta, ToolArgumentsDelta, ToolCallStart, ToolParser
 from stoker.text.parsers.json_stream import CallObject
 from stoker.text.stops import open_chars
@@ -30,6 +31,7 @@ class StreamingToolParser(ToolParser):
     openers: ClassVar[tuple[str, ...]]  # marks that start a call
     section_begins: ClassVar[tuple[str, ...]] = ()  # marks around calls, which are dropped next to a call
     section_ends: ClassVar[tuple[str, ...]] = ()
+    separator: ClassVar[str] = ""  # between two calls
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         self._marks = (*self.openers, *self.section_begins, *self.section_ends)
@@ -60,6 +62,27 @@ class StreamingToolParser(ToolParser):
             self._pending = ""
         out, self._out = self._out, []
         return out
+
+    @classmethod
+    def call_tags(cls, tools: list[dict[str, Any]]) -> list[grammar.Format]:
+        """Return a tag for a call to each tool. It begins with an opening mark."""
+        raise NotImplementedError
+
+    @classmethod
+    def calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> grammar.Format:
+        calls = grammar.calls(cls.call_tags(tools), cls.separator, parallel)
+        if not cls.section_begins:
+            return calls
+        return grammar.sequence(grammar.const(cls.section_begins[0]), calls, grammar.const(cls.section_ends[0]))
+
+    @classmethod
+    def text_and_calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> grammar.Format:
+        tags = cls.call_tags(tools)
+        if not cls.section_begins:
+            return grammar.triggered(cls.openers, tags, (), parallel)
+        calls = grammar.calls(tags, cls.separator, parallel)
+        section = grammar.tag(cls.section_begins[0], calls, cls.section_ends[0])
+        return grammar.triggered(cls.section_begins, [section], cls.openers, parallel)
 
     def _begin_call(self) -> Step:
         """Return the step that follows an opening mark."""

@@ -12,6 +12,7 @@ import xgrammar
 from stoker.engine.process.grammars import forced_text
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.sched.request import GrammarSpec
+from stoker.text.parsers.grammar import structural_tag
 from stoker.text.parsers.tools.hermes import HermesParser
 from stoker.text.tokenizer import Tokenizer
 
@@ -91,7 +92,7 @@ def test_a_forced_call_with_free_white_space_needs_few_steps(
         "required": ["city", "unit"],
     }
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
-    matcher = grammars.matcher(HermesParser.grammar([tool], parallel=False), [])
+    matcher = grammars.matcher(structural_tag(HermesParser.calls([tool], parallel=False)), [])
     text = HermesParser.render([("get_weather", arguments)])
     ids = [*tokenizer.encode(text), tokenizer.eos_token_ids[0]]
     position = found = 0

@@ -23,6 +23,7 @@ from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.engine.process.grammars.schema.enforce import enforceable
 from stoker.sched.request import GrammarSpec
 from stoker.text.parsers.contract import ToolArgumentsDelta
+from stoker.text.parsers.grammar import structural_tag
 from stoker.text.parsers.tools.hermes import HermesParser
 from stoker.text.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ def test_special_tokens_in_a_tools_schema_need_no_other_compiler(tokenizer: Toke
     for mark in ("", "<|im_start|>", "<repo_name>", "<|im_start|> <repo_name>"):
         parameters = {"type": "object", "properties": {"x": {"type": "string", "description": f"like {mark}"}}}
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        grammars.prepare(HermesParser.grammar([tool], parallel=True))
+        grammars.prepare(structural_tag(HermesParser.calls([tool], parallel=True)))
     assert len(grammars._compilers) == 1
 
 
@@ -149,7 +150,7 @@ def test_random_calls_of_real_functions_are_complete_and_valid(
     from bench.engine.structured_output import bfcl_cases
 
     for seed, case in enumerate(bfcl_cases(data_dir / "tools")[::40]):
-        spec = HermesParser.grammar(case.body["tools"], parallel=False)
+        spec = structural_tag(HermesParser.calls(case.body["tools"], parallel=False))
         ids, done = written(grammars, spec, 128, seed)
         text = tokenizer.decode(ids)
         assert done, (case.id, text)
@@ -187,7 +188,7 @@ def test_a_keyword_that_cannot_be_enforced_is_named(grammars: XGrammars, schema:
 
 def forced_call(schema: Any) -> GrammarSpec:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    return HermesParser.grammar([tool], parallel=False)
+    return structural_tag(HermesParser.calls([tool], parallel=False))
 
 
 @pytest.mark.parametrize(

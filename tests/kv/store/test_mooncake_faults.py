@@ -3,6 +3,8 @@ never wrong bytes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -123,10 +125,16 @@ def test_a_caller_stops_waiting_for_a_call_that_hangs(master: MooncakeMaster) ->
     tier.close()
 
 
-def test_a_dead_master_is_noticed_once_and_hits_recover_after_its_restart(master: MooncakeMaster) -> None:
+@pytest.mark.parametrize("hangs", [True, False], ids=["hangs first", "dies at once"])
+def test_a_dead_master_is_noticed_once_and_hits_recover_after_its_restart(master: MooncakeMaster, hangs: bool) -> None:
     names, evicted, asked = chain(50), list[BlockKey](), list[BlockKey]()
     tier = make_tier(master.address, 1 / 16, evicted, forgotten=asked)
     assert writes(tier, names)
+    assert master.pid is not None
+    if hangs:  # the read ends at its deadline; otherwise the client may learn of the death first
+        os.kill(master.pid, signal.SIGSTOP)
+        with pytest.raises(TierUnavailable):
+            read(tier, names)
     master.kill()
     with pytest.raises(TierUnavailable):
         read(tier, names)

@@ -32,6 +32,8 @@ _COMPILER_CACHE_BYTES = 256 << 20
 _SEPARATORS = (", ", ": ")
 _SOURCE_LOCATION = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")  # xgrammar's errors start with it
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_CONTROL_BUT_TAB = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+_LENGTH_LIMIT = re.compile(r'"(?:min|max)Length"')
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _TOO_AMBIGUOUS = "it is too ambiguous, so matching it takes too long; simplify its repetitions"
 
@@ -57,6 +59,7 @@ class XGrammars:
         self._control_ids = frozenset(
             i for i in range(tokenizer.vocab_size) if _CONTROL.search(tokenizer.token_bytes(i))
         )
+        self._tab_ids = frozenset(i for i in self._control_ids if not _CONTROL_BUT_TAB.search(tokenizer.token_bytes(i)))
         self._rejections = Rejections()
         self._cache = GrammarCache()
         self._cache_lock = threading.Lock()
@@ -104,7 +107,13 @@ class XGrammars:
         tools = self._tools(self._textless_ids(spec))
         grammar = xgrammar.CompiledGrammar.deserialize_json(sent.serialized.decode(), tools.info)
         return PreparedGrammar(
-            grammar, tools.endings, tools.forced_text, sent.first_ending, sent.reserve, grammar.memory_size_bytes
+            grammar=grammar,
+            endings=tools.endings,
+            forced_text=tools.forced_text,
+            first_ending=sent.first_ending,
+            reserve=sent.reserve,
+            num_bytes=grammar.memory_size_bytes,
+            allows_text=spec.allows_text,
         )
 
     def _compile(self, spec: GrammarSpec) -> PreparedGrammar:
@@ -125,13 +134,15 @@ class XGrammars:
             first_ending=None if first is None else len(first),
             reserve=min(64, num_literal_tokens),
             num_bytes=grammar.memory_size_bytes,
+            allows_text=spec.allows_text,
         )
 
     def _textless_ids(self, spec: GrammarSpec) -> frozenset[int]:
         """Return the tokens that the grammar must not match as text.
 
         These are the special tokens, except those that a tool format is written in. In JSON they include the tokens with
-        control characters, which xgrammar would allow in strings with a length limit.
+        control characters, which xgrammar would allow in strings with a length limit. Free text may contain tabs unless the
+        grammar has such strings.
         """
         ends, token_bytes = self._tokenizer.eos_token_ids, self._tokenizer.token_bytes
         textless = set(self._tokenizer.special_ids)
@@ -143,7 +154,8 @@ class XGrammars:
                 if token_id not in ends and token_bytes(token_id).decode("utf-8", "replace") in literals
             }
         if spec.kind in ("json_object", "json_schema", "structural_tag"):
-            textless |= self._control_ids
+            keeps_tabs = spec.allows_text and not _LENGTH_LIMIT.search(spec.text)
+            textless |= self._control_ids - self._tab_ids if keeps_tabs else self._control_ids
         return frozenset(textless)
 
     def _tools(self, textless: frozenset[int]) -> _VocabularyTools:

@@ -32,6 +32,7 @@ class PreparedGrammar:
     first_ending: int | None  # tokens of the shortest whole output that was found
     reserve: int  # from this many tokens before the last possible moment on, no new element is started
     num_bytes: int
+    allows_text: bool = False  # the output may be free text, which the token limit may cut
 
 
 class XGrammarMatcher:
@@ -49,6 +50,7 @@ class XGrammarMatcher:
         # An ending is searched when this many tokens are left. The closer the limit, the more often.
         self._search_at = -1
         self._reserve = 0
+        self._shortest_forced = 2 if prepared.allows_text else 1  # free text that could end here need not end
         self._matching_s = 0.0  # since the last accepted token
         self.too_slow = False
         if max_tokens is not None and prepared.first_ending is not None:
@@ -83,7 +85,9 @@ class XGrammarMatcher:
         started_s = time.thread_time()
         self._matcher.fill_next_token_bitmask(allowed[None])
         self._matching_s += time.thread_time() - started_s
-        if self._ending is None or (spare := self._tokens_left - len(self._ending)) > self._reserve:
+        if self._ending is None or len(self._ending) < self._shortest_forced:
+            return
+        if (spare := self._tokens_left - len(self._ending)) > self._reserve:
             return
         mask = allowed.numpy()
         if spare > _MARGIN:
@@ -94,8 +98,9 @@ class XGrammarMatcher:
         mask.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
     def forced(self, max_tokens: int) -> list[int]:
-        if self._ending is not None and self._tokens_left - len(self._ending) <= _MARGIN:
-            return self._ending[:max_tokens]  # `fill` allows nothing else
+        ending = self._ending
+        if ending is not None and len(ending) >= self._shortest_forced and self._tokens_left - len(ending) <= _MARGIN:
+            return ending[:max_tokens]  # `fill` allows nothing else
         if not self._forced and not self.done:
             self._forced = self._forced_text.find(self._matcher, self._last_token_id, self._style, max_tokens)
         return self._forced[:max_tokens]

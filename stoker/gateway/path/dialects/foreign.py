@@ -141,7 +141,7 @@ async def _stream(call: Call, legs: Legs, answer: WorkerResponse, reply: Foreign
     if not call.request.started:
         legs.begin(answer)
     call.request.write(rest)
-    call.request.finish()
+    legs.finish()
 
 
 async def together(prefill: Coroutine[Any, Any, None], decode: Callable[[asyncio.Task[None]], Awaitable[None]]) -> None:

@@ -74,7 +74,7 @@ class Stoker:
         legs.end_prefill(handed_off=has_ticket)
         if has_ticket or not call.streams:
             return False
-        call.request.finish()
+        legs.finish()
         return True
 
     async def _stream(self, call: Call, legs: Legs) -> None:
@@ -84,7 +84,7 @@ class Stoker:
             legs.respond(answer, legs.parsed(legs.decode, answer, json_object, data))
             return
         await self._relay(call, legs, legs.decode, answer)
-        call.request.finish()
+        legs.finish()
 
     async def _whole(self, call: Call, legs: Legs) -> None:
         """Run an unstreamed request. The answer is buffered, so that any other worker can be tried until it is complete."""

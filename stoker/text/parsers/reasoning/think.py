@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import REASONING_PARSERS, ReasoningDelta, ReasoningParser, TemplateMark, TextDelta
 from stoker.text.stops import open_chars
 
@@ -39,6 +40,17 @@ class ThinkParser(ReasoningParser):
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         return prompt.rstrip().endswith(cls.open_mark)
+
+    @classmethod
+    def before(cls, answer: grammar.Format, starts_inside: bool) -> grammar.Format:
+        thought = grammar.sequence(grammar.text_up_to(cls.close_mark), grammar.regex(grammar.SPACE), answer)
+        cut_off = grammar.text_without(cls.close_mark)
+        if starts_inside:
+            return grammar.either(thought, cut_off)
+        opened = grammar.sequence(
+            grammar.regex(grammar.SPACE), grammar.const(cls.open_mark), grammar.either(thought, cut_off)
+        )
+        return grammar.either(opened, answer)
 
     @classmethod
     def render(cls, reasoning: str, text: str) -> str:

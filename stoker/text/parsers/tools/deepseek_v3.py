@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import HEADER_CHARS, HeaderCalls
@@ -30,6 +29,7 @@ class DeepseekV3Parser(HeaderCalls):
     section_begins = (_SECTION_BEGIN,)
     section_ends = (_SECTION_END,)
     call_end = _CALL_END
+    separator = "\n"
     arguments_trim = " \t\r\n`"  # arguments end with a brace: backticks after it end the code block
 
     def _read_header(self) -> tuple[int, str, str | None] | None:
@@ -49,15 +49,11 @@ class DeepseekV3Parser(HeaderCalls):
         return (fenced.end(), fenced["name"], None) if fenced else (0, "", None)
 
     @classmethod
-    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
-        return _grammar(
-            [
-                grammar.tag(f"{_CALL_BEGIN}function{_SEPARATOR}{name}\n```json\n", arguments, f"\n```{_CALL_END}")
-                for name, arguments in grammar.functions(tools)
-            ],
-            "\n",
-            parallel,
-        )
+    def call_tags(cls, tools: list[dict[str, Any]]) -> list[grammar.Format]:
+        return [
+            grammar.tag(f"{_CALL_BEGIN}function{_SEPARATOR}{name}\n```json\n", arguments, f"\n```{_CALL_END}")
+            for name, arguments in grammar.functions(tools)
+        ]
 
     @classmethod
     def render(cls, calls: Sequence[tuple[str, str]]) -> str:
@@ -71,24 +67,16 @@ class DeepseekV3Parser(HeaderCalls):
 @TOOL_PARSERS.register("deepseek_v31")
 class DeepseekV31Parser(DeepseekV3Parser):
     template_marks = (TemplateMark(_SECTION_BEGIN),)
+    separator = ""
 
     @classmethod
-    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
-        return _grammar(
-            [
-                grammar.tag(f"{_CALL_BEGIN}{name}{_SEPARATOR}", arguments, _CALL_END)
-                for name, arguments in grammar.functions(tools)
-            ],
-            "",
-            parallel,
-        )
+    def call_tags(cls, tools: list[dict[str, Any]]) -> list[grammar.Format]:
+        return [
+            grammar.tag(f"{_CALL_BEGIN}{name}{_SEPARATOR}", arguments, _CALL_END)
+            for name, arguments in grammar.functions(tools)
+        ]
 
     @classmethod
     def render(cls, calls: Sequence[tuple[str, str]]) -> str:
         written = (f"{_CALL_BEGIN}{name}{_SEPARATOR}{arguments}{_CALL_END}" for name, arguments in calls)
         return "".join((_SECTION_BEGIN, *written, _SECTION_END))
-
-
-def _grammar(tags: list[grammar.Format], separator: str, parallel: bool) -> GrammarSpec:
-    calls = grammar.calls(tags, separator, parallel)
-    return grammar.structural_tag(grammar.sequence(grammar.const(_SECTION_BEGIN), calls, grammar.const(_SECTION_END)))

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import ObjectCalls, Step
@@ -20,6 +19,7 @@ class HermesParser(ObjectCalls):
     needs_special_tokens = False
     template_marks = (TemplateMark(_OPEN, priority=-1),)  # other formats with this mark have a further one of their own
     openers = (_OPEN,)
+    separator = "\n"
 
     def _end_object(self) -> Step:
         return self._at_close
@@ -35,12 +35,11 @@ class HermesParser(ObjectCalls):
         return True
 
     @classmethod
-    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
-        tags = [
+    def call_tags(cls, tools: list[dict[str, Any]]) -> list[grammar.Format]:
+        return [
             grammar.tag(f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ', arguments, f"}}\n{_CLOSE}")
             for name, arguments in grammar.functions(tools)
         ]
-        return grammar.structural_tag(grammar.calls(tags, "\n", parallel))
 
     @classmethod
     def render(cls, calls: Sequence[tuple[str, str]]) -> str:

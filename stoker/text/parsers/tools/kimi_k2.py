@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import HEADER_CHARS, HeaderCalls
@@ -38,20 +37,12 @@ class KimiK2Parser(HeaderCalls):
         return end + len(_ARGUMENTS_BEGIN), named["name"] if named else "", call_id
 
     @classmethod
-    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
-        number = {"type": "regex", "pattern": "[0-9]+"}
-        tags = [
-            grammar.tag(
-                f"{_CALL_BEGIN}functions.{name}:",
-                grammar.sequence(number, grammar.const(_ARGUMENTS_BEGIN), arguments),
-                _CALL_END,
-            )
+    def call_tags(cls, tools: list[dict[str, Any]]) -> list[grammar.Format]:
+        number, begin = grammar.regex(grammar.NUMBER), grammar.const(_ARGUMENTS_BEGIN)
+        return [
+            grammar.tag(f"{_CALL_BEGIN}functions.{name}:", grammar.sequence(number, begin, arguments), _CALL_END)
             for name, arguments in grammar.functions(tools)
         ]
-        calls = grammar.calls(tags, "", parallel)
-        return grammar.structural_tag(
-            grammar.sequence(grammar.const(_SECTION_BEGIN), calls, grammar.const(_SECTION_END))
-        )
 
     @classmethod
     def render(cls, calls: Sequence[tuple[str, str]]) -> str:

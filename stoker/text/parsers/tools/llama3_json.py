@@ -10,13 +10,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import ObjectCalls, Step
 
 _PYTHON_TAG = "<|python_tag|>"
-_BETWEEN = " \t\r\n;,"
+_SPACES = " \t\r\n"
+_BETWEEN = f"{_SPACES};,"
 
 
 @TOOL_PARSERS.register("llama3_json")
@@ -26,6 +26,7 @@ class Llama3JsonParser(ObjectCalls):
     template_marks = (TemplateMark(_PYTHON_TAG, priority=-2), TemplateMark("<|start_header_id|>", priority=-2))
     reads_calls_after_text = False  # after text, a call needs the mark
     openers = (_PYTHON_TAG,)
+    separator = "; "
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         super().__init__(tools)
@@ -39,7 +40,7 @@ class Llama3JsonParser(ObjectCalls):
         return self._after_object
 
     def _at_beginning(self) -> bool:
-        stripped = self._buffer.lstrip()
+        stripped = self._buffer.lstrip(_SPACES)
         if not stripped and not self._final:
             return False
         self._step = self._in_text
@@ -81,12 +82,21 @@ class Llama3JsonParser(ObjectCalls):
         return super()._not_a_call()
 
     @classmethod
-    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
-        tags = [
+    def call_tags(cls, tools: list[dict[str, Any]]) -> list[grammar.Format]:
+        return [
             grammar.tag(f'{{"name": {json.dumps(name)}, "parameters": ', arguments, "}")
             for name, arguments in grammar.functions(tools)
         ]
-        return grammar.structural_tag(grammar.calls(tags, "; ", parallel))
+
+    @classmethod
+    def text_and_calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> grammar.Format:
+        """An answer that begins with an object is a call, because its name may come last. So JSON needs a code block."""
+        calls = cls.calls(tools, parallel=parallel)
+        begins_with_calls = grammar.optional(grammar.either(calls, grammar.sequence(grammar.const(_PYTHON_TAG), calls)))
+        return grammar.either(
+            grammar.sequence(grammar.regex(grammar.SPACE), begins_with_calls),
+            grammar.sequence(grammar.regex(grammar.NO_OBJECT), grammar.text_then(_PYTHON_TAG, calls)),
+        )
 
     @classmethod
     def render(cls, calls: Sequence[tuple[str, str]]) -> str:

@@ -22,6 +22,9 @@ class KnownBlocks:
         self._on_evicted = on_evicted
         self._lock = threading.Lock()
         self._headers: dict[BlockKey, bytes] = {}  # oldest first
+        # Blocks that were forgotten in the current and in the last period, see `start_period`.
+        self._forgotten: dict[BlockKey, None] = {}
+        self._forgotten_before: dict[BlockKey, None] = {}
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -52,7 +55,20 @@ class KnownBlocks:
         """Remove blocks that are gone from the store, and report them."""
         if gone := self.drop(keys):
             self.num_evicted += len(gone)
+            with self._lock:
+                self._forgotten.update(dict.fromkeys(gone))
             self._on_evicted(gone)
+
+    def start_period(self) -> None:
+        """Start a period of `recently_forgotten`, because the master was just seen to have its keys."""
+        with self._lock:
+            self._forgotten_before, self._forgotten = self._forgotten, {}
+
+    def recently_forgotten(self) -> list[BlockKey]:
+        """Return the blocks that were forgotten in this period and in the one before. If the master has lost its keys,
+        these may have been forgotten because of that."""
+        with self._lock:
+            return list(self._forgotten_before | self._forgotten)
 
     def oldest(self, count: int | None = None) -> list[BlockKey]:
         with self._lock:

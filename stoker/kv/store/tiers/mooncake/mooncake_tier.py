@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -53,7 +54,8 @@ T = TypeVar("T")
 def mooncake_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     if settings.mooncake_master is None:
         return None
-    return MooncakeTier(settings, context)
+    segment_gib = context.share * settings.mooncake_segment_gib
+    return MooncakeTier(replace(settings, mooncake_segment_gib=segment_gib), context)
 
 
 class MooncakeTier:
@@ -164,7 +166,8 @@ class MooncakeTier:
         """Report the blocks that the restarted master does not list any more, so that they are written again."""
         if self._has_ssd:
             time.sleep(_SSD_GRACE_S)
-        keys = self._known.oldest()
+        # A read that failed with the master, or a look-up after its restart, has made callers forget blocks already.
+        keys = [*self._known.oldest(), *self._known.recently_forgotten()]
         lost = self._lost_of(client, keys)
         log.event("mooncake_forgot", known=len(keys), lost=len(lost))
         if lost:
@@ -175,6 +178,7 @@ class MooncakeTier:
         """Find blocks that the store has evicted. The store does not report evictions. The blocks that were known
         longest go first, so a check of a few is enough. A check makes them look recently used to the master, so it is
         done rarely."""
+        self._known.start_period()
         now = time.monotonic()
         if now - self._audit_s < _AUDIT_PERIOD_S:
             return

@@ -1,0 +1,126 @@
+"""CacheDoctor: explains, for each finished request, why its uncached prompt tokens were computed.
+
+The prompt is cut into ranges, from its first token on: what the chosen worker held, what other workers held, what workers have
+lost, and what was never sent before. The last one is compared with the previous turn of the conversation. What the worker
+reports as cached is then taken away from the front. So the parts always add up to the uncached tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stoker.fleet.lost_blocks import BlockLoss, LossCause, LostBlocks
+from stoker.fleet.prefix_index import Key, Match
+from stoker.gateway.api.client_body import RequestEnvelope
+from stoker.gateway.doctor import miss_parts as why
+from stoker.gateway.doctor.miss_parts import Cut
+from stoker.gateway.doctor.turns import Comparison, SentTurn, TurnMemory
+from stoker.gateway.prefix.prompt_parts import prompt_parts
+from stoker.gateway.prefix.stable_json import StableJson
+from stoker.routing.query import Route, RouteQuery
+
+_REASONS: dict[LossCause, str] = {
+    "evicted": why.EVICTED,
+    "restarted": why.RESTARTED,
+    "left": why.RESTARTED,
+    "not_stored": why.NOT_STORED,
+    "forgotten": why.UNKNOWN,
+}
+_END = float("inf")
+_SHORT = (Cut(_END, why.PARTIAL_BLOCK),)
+_NO_MATCH = Match()
+_AFTER_ROUTING = "after routing"
+_OPTIONS = "options"  # such as `chat_template_kwargs`, which no hash of a part contains
+
+
+class CacheDoctor:
+    """Explains the misses of one gateway. It keeps hashes only, in bounded memory."""
+
+    def __init__(self, losses: LostBlocks, stable: StableJson | None = None, turns: TurnMemory | None = None) -> None:
+        self._losses = losses
+        self._stable = stable or StableJson()
+        self._turns = turns or TurnMemory()
+
+    def examine(
+        self,
+        tenant: str,
+        envelope: RequestEnvelope,
+        query: RouteQuery,
+        route: Route | None,
+        prompt_tokens: int,
+        answer_tokens: int,
+    ) -> tuple[Cut, ...]:
+        """Return the ranges of the prompt with their reasons, for `split`. Call it once: it remembers the request."""
+        keys, block_tokens = query.keys, query.block_tokens
+        if not keys:
+            return _SHORT if query.num_tokens <= block_tokens else ()
+        turn = SentTurn.of(
+            envelope.salt, query.session, prompt_parts(envelope, self._stable), keys, prompt_tokens, answer_tokens
+        )
+        found = self._turns.replace(tenant, query.model, turn, keys)
+        if route is None or envelope.num_prompts > 1:
+            return ()
+        # Without a tokenizer, the gateway's tokens are an estimate.
+        scale = prompt_tokens / max(1, query.num_tokens)
+        return tuple(self._cuts(route, keys, block_tokens * scale, turn, found))
+
+    def _cuts(
+        self, route: Route, keys: Sequence[Key], block: float, turn: SentTurn, found: Comparison | None
+    ) -> Iterator[Cut]:
+        """Yield the ranges of a prompt. `block` is the size of a block in tokens."""
+        full = (turn.num_tokens - 1) // block * block  # at least the last token is always computed
+        num_held = 0
+        for one in _held(route):
+            num_held = max(num_held, int(one.end))
+            yield Cut(min(one.end * block, full), one.reason, one.place)
+        lost = self._losses.run_of(keys, num_held, route.routed_s)
+        for number, loss in enumerate(lost, num_held + 1):
+            yield Cut(min(number * block, full), *_reason(loss, route.routed_s))
+        for one in _never_sent(turn, found, keys, block, has_known_start=num_held + len(lost) > 0):
+            yield Cut(min(one.end, full), one.reason, one.place)
+        yield Cut(_END, why.PARTIAL_BLOCK)
+
+
+def _held(route: Route) -> Iterator[Cut]:
+    """Yield what the workers held when the route was chosen, in blocks."""
+    leg = route.prefill or route.decode
+    chosen = route.matches.get(leg.worker.worker_id, _NO_MATCH)
+    yield Cut(leg.confirmed_blocks, why.EVICTED, _AFTER_ROUTING)
+    yield Cut(chosen.device_blocks, why.PENDING)
+    yield Cut(chosen.blocks, why.NOT_LOADED)
+    if route.matches:
+        candidates = {reason.worker_id for reason in route.reasons}
+        usable = [match.blocks for worker_id, match in route.matches.items() if worker_id in candidates]
+        yield Cut(max(usable, default=0), why.ROUTED_FOR_LOAD)
+        yield Cut(max(match.blocks for match in route.matches.values()), why.HELD_ELSEWHERE)
+
+
+def _reason(loss: BlockLoss, now: float) -> tuple[str, str]:
+    reason = _REASONS[loss.cause]
+    return reason, "" if reason is why.UNKNOWN else why.age(now - loss.at_s)
+
+
+def _never_sent(
+    turn: SentTurn, found: Comparison | None, keys: Sequence[Key], block: float, *, has_known_start: bool
+) -> Iterator[Cut]:
+    """Yield the reasons for blocks that no worker is known to have had, in tokens."""
+    if found is None:
+        # A prompt without messages has no conversation. It continues what was sent before if its start is known.
+        yield Cut(_END, why.NEW if turn.parts is None and has_known_start else why.FIRST_TURN)
+        return
+    earlier = found.earlier
+    sent = earlier.num_blocks * block
+    if found.relation == "salted":
+        yield Cut(sent, why.SALTED)
+    elif found.relation == "changed":
+        yield Cut(sent, why.CHANGED, found.place)
+    else:
+        shared = earlier.shared_blocks(keys)
+        if shared + 2 * earlier.stride < min(earlier.num_blocks, len(keys)):
+            yield Cut(sent, why.CHANGED, _OPTIONS)
+        else:
+            yield Cut(min(shared, earlier.num_blocks) * block, why.EVICTED)
+        answered = earlier.num_tokens + earlier.answer_tokens
+        yield Cut((answered - 1) // block * block, why.ANSWER_CHANGED)
+        yield Cut(answered, why.PARTIAL_BLOCK)
+    yield Cut(_END, why.NEW)

@@ -1,0 +1,170 @@
+"""TurnMemory: the latest request of each conversation, as hashes, to compare the next one with. Pure.
+
+A request is found again by its session, by its first message and by its second one, always within its tenant. So a
+conversation is recognised without a session key too, also when its system prompt changes from turn to turn.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+from stoker.fleet.prefix_index import Key
+from stoker.gateway.prefix.prompt_parts import PromptParts
+
+_PER_ANCHOR = 4  # conversations with the same first message, or in the same session
+_SAMPLES = 32
+_ANCHORED_MESSAGES = 2
+_MAX_HASHES = 1_000_000  # all turns together; less than 100 MB
+_TURN_HASHES = 48  # what a turn costs besides its parts: its samples and the anchors' entries
+
+Relation = Literal["continued", "salted", "changed", "unrelated"]
+
+
+@dataclass(slots=True, eq=False)
+class SentTurn:
+    """One request of a conversation."""
+
+    salt: str | None
+    session: str | None
+    parts: PromptParts | None
+    keys: Sequence[Key] = field(repr=False)  # a sample of its prefix keys, `stride` blocks apart
+    stride: int
+    num_blocks: int
+    num_tokens: int
+    answer_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        salt: str | None,
+        session: str | None,
+        parts: PromptParts | None,
+        keys: Sequence[Key],
+        num_tokens: int,
+        answer_tokens: int = 0,
+    ) -> SentTurn:
+        stride = max(1, len(keys) // _SAMPLES)
+        samples = keys[stride - 1 :: stride]
+        return cls(salt, session, parts, samples, stride, len(keys), num_tokens, answer_tokens)
+
+    @property
+    def size(self) -> int:
+        return _TURN_HASHES + (0 if self.parts is None else self.parts.size)
+
+    def shared_blocks(self, keys: Sequence[Key]) -> int:
+        """Return how many leading blocks of `keys` are those of this turn, to within one stride."""
+        count = 0
+        for mine, other in zip(self.keys, islice(keys, self.stride - 1, None, self.stride), strict=False):
+            if mine != other:
+                break
+            count += self.stride
+        return min(count, len(keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a request relates to an earlier one of its conversation. `place` names the part that changed."""
+
+    earlier: SentTurn
+    relation: Relation
+    place: str = ""
+
+
+def compare(earlier: SentTurn, turn: SentTurn, keys: Sequence[Key]) -> Comparison:
+    """Compare two requests by the hashes of their parts, or without parts by their prefix keys."""
+    old, new = earlier.parts, turn.parts
+    if old is None and new is None:
+        shared = earlier.shared_blocks(keys)
+        if shared + earlier.stride > earlier.num_blocks:
+            return Comparison(earlier, "continued")
+        return Comparison(earlier, "changed" if shared else "unrelated", "prompt")
+    if old is None or new is None or old.has_system != new.has_system:
+        return Comparison(earlier, "unrelated")
+    has_same_tools = old.tools == new.tools
+    if has_same_tools and new.messages[: len(old.messages)] == old.messages:
+        return Comparison(earlier, "continued" if earlier.salt == turn.salt else "salted")
+    if not has_same_tools:
+        tool = _first_difference(old.tools, new.tools)
+        related = not set(old.messages).isdisjoint(new.messages)
+        return Comparison(earlier, "changed" if related else "unrelated", f"tool {tool}")
+    at = _first_difference(old.messages, new.messages)
+    if at == len(new.messages):
+        return Comparison(earlier, "continued" if earlier.salt == turn.salt else "salted")  # an earlier turn once more
+    is_resent = not set(old.messages[at:]).isdisjoint(new.messages[at:])
+    is_rewritten = (
+        turn.session is not None and turn.session == earlier.session and at + 1 < len(new.messages) and at > 0
+    )
+    return Comparison(earlier, "changed" if is_resent or is_rewritten else "unrelated", new.name(at))
+
+
+def _first_difference(old: Sequence[int], new: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+_RANKS: dict[Relation, int] = {"continued": 3, "salted": 2, "changed": 1, "unrelated": 0}
+
+
+class TurnMemory:
+    """The latest turns, found by their anchors. Bounded by `max_hashes`, least recently used first."""
+
+    def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
+        self._max_hashes = max_hashes
+        self._num_hashes = 0
+        self._anchored: OrderedDict[Hashable, list[SentTurn]] = OrderedDict()
+
+    @property
+    def num_hashes(self) -> int:
+        return self._num_hashes
+
+    def replace(self, tenant: str, model: str, turn: SentTurn, keys: Sequence[Key]) -> Comparison | None:
+        """Store the turn in place of the one that it continues. Return how it relates to the most similar earlier turn."""
+        anchors = _anchors(tenant, model, turn)
+        candidates = {id(one): one for anchor in anchors for one in self._anchored.get(anchor, ())}.values()
+        best: Comparison | None = None
+        for one in candidates:
+            found = compare(one, turn, keys)
+            if best is None or _closeness(found, turn) > _closeness(best, turn):
+                best = found
+        before = None if best is None or best.relation == "unrelated" else best.earlier
+        for anchor in anchors:
+            self._put(anchor, turn, before)
+        while self._num_hashes > self._max_hashes and self._anchored:
+            _, dropped = self._anchored.popitem(last=False)
+            self._num_hashes -= sum(one.size for one in dropped)
+        return None if before is None else best
+
+    def _put(self, anchor: Hashable, turn: SentTurn, before: SentTurn | None) -> None:
+        turns = self._anchored.get(anchor)
+        if turns is None:
+            self._anchored[anchor] = [turn]
+        else:
+            self._anchored.move_to_end(anchor)
+            dropped = next((i for i, one in enumerate(turns) if one is before), None)
+            if dropped is None and len(turns) >= _PER_ANCHOR:
+                dropped = 0
+            if dropped is not None:
+                self._num_hashes -= turns.pop(dropped).size
+            turns.append(turn)
+        self._num_hashes += turn.size
+
+
+def _closeness(found: Comparison, turn: SentTurn) -> tuple[int, int]:
+    old, new = found.earlier.parts, turn.parts
+    if old is None or new is None:
+        return _RANKS[found.relation], 0
+    if found.relation == "continued":
+        return _RANKS["continued"], len(old.messages)
+    return _RANKS[found.relation], len(set(old.messages).intersection(new.messages))
+
+
+def _anchors(tenant: str, model: str, turn: SentTurn) -> list[Hashable]:
+    anchors: list[Hashable] = []
+    if turn.session is not None:
+        anchors.append((turn.session, model))
+    if turn.parts is not None:
+        anchors += [(tenant, model, i, one) for i, one in enumerate(turn.parts.messages[:_ANCHORED_MESSAGES])]
+    return anchors

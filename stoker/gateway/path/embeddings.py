@@ -1,0 +1,232 @@
+"""`POST /v1/embeddings` and the rerank paths: forwarded to a foreign worker of the model.
+
+Stoker workers have no such endpoints. Such a request is admitted, limited and billed as any other: it has prompt tokens and no
+output. Only the fields of `_FIELDS` pass, and only text: an engine could be pointed to a URL by an image.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Raw
+
+from stoker.base.errors import InvalidRequest, NotFound
+from stoker.fleet.fleet import Fleet, Member
+from stoker.fleet.load_book import LoadBook
+from stoker.fleet.spec import Role
+from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8, fields
+from stoker.gateway.api.endpoint import EndpointRequest
+from stoker.gateway.api.reply import Reply, method_not_allowed
+from stoker.gateway.config import ProxySettings
+from stoker.gateway.path.call import RequestIds, given_request_id, requested_model
+from stoker.gateway.path.errors import reply_of
+from stoker.gateway.path.forwarding import forward_to_any
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases
+from stoker.gateway.path.upstream import Upstreams
+from stoker.gateway.records.running_usage import RunningUsage, UsageLedger
+from stoker.gateway.records.usage_row import MAX_TOKENS, UsageHead, UsageRow
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.errors import CLIENT_GONE_STATUS
+from stoker.routing.query import ModelNotFound
+
+# Path -> the name of the endpoint in the ledger.
+PATHS = {
+    b"/v1/embeddings": "embeddings",
+    b"/v1/rerank": "rerank",
+    b"/v2/rerank": "rerank",
+    b"/rerank": "rerank",
+    b"/v1/score": "rerank",
+    b"/score": "rerank",
+}
+_FIELDS = frozenset(
+    [
+        "model",
+        "input",
+        "encoding_format",
+        "dimensions",
+        "user",
+        "input_type",
+        "truncate",
+        "truncate_prompt_tokens",
+        "add_special_tokens",
+        "normalize",
+        "query",
+        "documents",
+        "top_n",
+        "top_k",
+        "return_documents",
+        "max_tokens_per_doc",
+        "max_chunks_per_doc",
+        "text_1",
+        "text_2",
+    ]
+)
+_ROLES = frozenset({Role.UNIFIED})
+_MEDIA = re.compile(rb'"(?:image|video|audio)(?:_url|_embeds|_pixel)?"|"multi_modal_data"|"prompt_embeds"')
+_MAX_ANSWER_BYTES = 256 << 20  # 4,096 embeddings of 8,192 numbers
+_BYTES_PER_TOKEN = 4  # estimate for text
+_TEMPLATE_TOKENS = 4096  # what an engine may add to each input
+
+
+class _NamedInput(msgspec.Struct):
+    model: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None = None
+
+
+class _Counts(msgspec.Struct):
+    prompt_tokens: int | None = None
+    total_tokens: int | None = None
+
+
+class _Counted(msgspec.Struct):
+    usage: _Counts | None = None
+
+
+class EmbeddingsEndpoint:
+    """Handles the paths of `PATHS`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        load_book: LoadBook,
+        upstreams: Upstreams,
+        keys: ApiKeys,
+        admission: Admission,
+        meter: UsageLedger,
+        on_end: Callable[[UsageRow], None],
+        settings: ProxySettings,
+        clock: Callable[[], float],
+        aliases: ModelAliases = NO_ALIASES,
+    ) -> None:
+        self._fleet = fleet
+        self._load_book = load_book
+        self._upstreams = upstreams
+        self._keys = keys
+        self._admission = admission
+        self._meter = meter
+        self._on_end = on_end  # also called for requests that failed
+        self._settings = settings
+        self._clock = clock
+        self._aliases = aliases
+        self._ids = RequestIds()
+
+    async def answer(self, request: EndpointRequest) -> Reply:
+        caller = self._keys.authenticate(request)
+        if request.method != b"POST":
+            return method_not_allowed(request.path, request.method, [b"POST"])
+        began_s, time_s, row_id = self._clock(), time.time(), self._ids.new()
+        request_id = given_request_id(request.header(b"x-request-id")) or row_id.encode()
+        claim = self._admission.claim(caller)
+        tokens = 0
+        try:
+            model, body = self._read(request.body)
+            members = self._members(model, request.path)
+            estimate = max(1, len(body) // _BYTES_PER_TOKEN)
+            await self._admission.enter(claim, estimate, lane=model)
+            head = UsageHead(
+                row_id, time_s, caller.key_id, caller.tenant, model, None, PATHS[request.path], request_id.decode()
+            )
+            record = _EndedRequest(head, self._meter.open(head), began_s)
+            try:
+                reply, member = await self._forward(members, request.path, body, estimate)
+                record.worker, record.status = member.worker_id, reply.status
+                if reply.status == 200:
+                    tokens = record.tokens = _num_tokens(reply.body, len(body), estimate)
+            except Exception as error:
+                record.status = reply_of(error).status
+                raise
+            finally:
+                row = record.row(self._clock())
+                self._meter.settle(record.running, row)
+                self._on_end(row)
+        finally:
+            claim.done(tokens, 0)
+        return Reply(reply.status, [*reply.headers, (b"x-request-id", request_id)], reply.body)
+
+    def _read(self, raw: bytes) -> tuple[str, bytes]:
+        """Return the model and the body for the worker."""
+        check_utf8(raw)
+        name = decode(_NamedInput, raw).model
+        if _MEDIA.search(raw):
+            raise InvalidRequest("Only text is accepted here, no images, audio or video.", code="unsupported_content")
+        model = requested_model(name, self._fleet, self._aliases)
+        table = {key: value for key, value in fields(raw).items() if key in _FIELDS}
+        return model, msgspec.json.encode({**table, "model": Raw(msgspec.json.encode(model))})
+
+    def _members(self, model: str, path: bytes) -> list[Member]:
+        """Return the workers that may serve the request, the least loaded first."""
+        if model not in self._fleet.models():
+            raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
+        now = self._clock()
+        members = self._fleet.candidates(model, _ROLES, now)
+        foreign = [member for member in members if member.spec.dialect != "stoker"]
+        if members and not foreign:
+            message = (
+                f"The workers of model {model!r} do not serve {path.decode()}: it needs a worker of another engine."
+            )
+            raise NotFound(message, code="unknown_url")
+        return sorted(foreign, key=lambda member: self._load_book.load(member.worker_id, now).requests)
+
+    async def _forward(self, members: list[Member], path: bytes, body: bytes, num_tokens: int) -> tuple[Reply, Member]:
+        if not members:
+            return await forward_to_any((), self._upstreams, self._settings, path, body, _MAX_ANSWER_BYTES)
+        reservation = self._load_book.reserve(
+            members[0].worker_id, prefill_tokens=num_tokens, context_tokens=0, output_tokens=0, now=self._clock()
+        )
+        try:
+            return await forward_to_any(members, self._upstreams, self._settings, path, body, _MAX_ANSWER_BYTES)
+        finally:
+            reservation.end(self._clock())
+
+
+class _EndedRequest:
+    """What is recorded about one request."""
+
+    __slots__ = ("began_s", "head", "running", "status", "tokens", "worker")
+
+    def __init__(self, head: UsageHead, running: RunningUsage, began_s: float) -> None:
+        self.head = head
+        self.running = running
+        self.began_s = began_s
+        self.worker = ""
+        self.status = CLIENT_GONE_STATUS  # until it is known
+        self.tokens = 0
+
+    def row(self, now: float) -> UsageRow:
+        head = self.head
+        return UsageRow(
+            head.request_id,
+            head.time_s,
+            head.key_id,
+            head.tenant,
+            head.model,
+            None,
+            self.worker,
+            head.endpoint,
+            self.status,
+            self.tokens,
+            0,
+            0,
+            None,
+            (now - self.began_s) * 1e3,
+            x_request_id=head.x_request_id,
+        )
+
+
+def _num_tokens(answer: bytes, body_bytes: int, estimate: int) -> int:
+    """Return the tokens to bill: what the worker reports, bounded by the size of the request, or else an estimate."""
+    try:
+        usage = msgspec.json.decode(answer, type=_Counted).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        usage = None
+    if usage is None:
+        return estimate
+    reported = usage.total_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+    if reported is None or reported < 0:
+        return estimate
+    return min(reported, body_bytes * 2 + _TEMPLATE_TOKENS, MAX_TOKENS)
