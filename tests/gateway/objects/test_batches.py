@@ -130,7 +130,11 @@ async def test_each_line_is_once_in_the_output(tmp_path: Path) -> None:
         assert {one["id"] for one in listed} == {batch["output_file_id"], batch["error_file_id"]}
         assert (await call(world, "GET", "/v1/batches")).json["data"][0]["id"] == batch["id"]
         left = world.gateway._parts.objects._store
-        rows = await left.read(lambda reader: list(reader.execute("SELECT COUNT(*) FROM batch_lines")))
+        for _ in range(200):  # the lines are deleted after the batch has ended
+            rows = await left.read(lambda reader: list(reader.execute("SELECT COUNT(*) FROM batch_lines")))
+            if rows == [(0,)]:
+                break
+            await asyncio.sleep(0.02)
         assert rows == [(0,)]
 
 

@@ -1,0 +1,113 @@
+"""`stoker plan`: which layouts of ranks a model can have on given GPUs, with memory and estimated speed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.base.errors import ModelFilesError
+from stoker.base.output import print_result
+from stoker.base.paths import expand_home
+
+if TYPE_CHECKING:
+    from stoker.planner.layouts import LayoutPlan, PlannedLayout
+
+NAME = "plan"
+HELP = "show how a model can be split over GPUs, and what fits"
+DESCRIPTION = """Show every layout of a model on some GPUs: what weights and working memory take, how many tokens of KV are left,
+and an estimate of the speed. Memory is computed as a worker computes it at its start. Only config.json is read, and no GPU is
+needed. The layout marked with * is proposed. EXAMPLE: stoker plan ./Kimi-K2.5 --gpus 8xH200"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="A folder with config.json, a config.json file, or a name on the Hugging Face hub.",
+    )
+    parser.add_argument(
+        "--gpus", required=True, metavar="GPUS", help="Machines of GPUs: 8xH100, or 8xH200,8xH200 for two machines."
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help="Length of the sequences to plan for. The default is 32768."
+    )
+    parser.add_argument(
+        "--cache-dir", type=expand_home, metavar="DIR", help="The cache folder. Default: ~/.cache/stoker."
+    )
+    parser.add_argument("--offline", action="store_true", help="Download nothing.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+
+
+def run(args: argparse.Namespace) -> int:
+    from stoker.planner.gpus import parse_gpus
+    from stoker.planner.layouts import plan_layouts
+
+    gpus = parse_gpus(args.gpus)
+    path = _config_path(args)
+    plan = plan_layouts(_read_config(path), args.model, gpus, args.context)
+    print_result(json.dumps(asdict(plan)) if args.json else _table(plan))
+    return 0 if plan.picked is not None else 1
+
+
+def _config_path(args: argparse.Namespace) -> Path:
+    from stoker.checkpoint.source import default_cache_dir, resolve_model
+    from stoker.cli.serving import progress_line
+
+    given = Path(args.model).expanduser()
+    if given.is_file() and given.suffix == ".json":
+        return given
+    if (given / "config.json").is_file():
+        return given / "config.json"
+    cache_dir: Path = args.cache_dir or default_cache_dir(os.environ)
+    return resolve_model(args.model, cache_dir, progress_line(), args.offline).path / "config.json"
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        hf = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{path} cannot be read: {error}") from error
+    if not isinstance(hf, dict):
+        raise ModelFilesError(f"{path} does not contain a JSON object")
+    return hf
+
+
+def _table(plan: LayoutPlan) -> str:
+    header = ("", "TP", "PP", "EP", "WORKERS", "WEIGHTS", "WORKING", "KV GIB", "KV TOKENS", "BATCH", "TOKENS/S", "MS")
+    rows = [header, *(_row(one, number == plan.picked) for number, one in enumerate(plan.layouts))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = [f"{plan.model} on {plan.gpus}, sequences of {plan.context:,} tokens", ""]
+    for row, one in zip(rows, [None, *plan.layouts], strict=True):
+        cells = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"{cells}  {'' if one is None else one.why}".rstrip())
+    lines += [
+        "",
+        "WEIGHTS and WORKING: GiB per GPU. KV: of one worker. BATCH: sequences that its KV holds. TOKENS/S: estimated decode of "
+        "all workers. MS: estimated time between two tokens.",
+        *(f"Assumed: {text}." for text in plan.assumptions),
+    ]
+    if plan.picked is None:
+        return "\n".join([*lines, "", "No layout fits. Use more GPUs, GPUs with more memory, or a smaller --context."])
+    picked = plan.layouts[plan.picked]
+    flags = "".join(f" --{name} {count}" for name in ("tp", "pp", "ep") if (count := getattr(picked, name)) > 1)
+    return "\n".join([*lines, "", f"Run {picked.workers} of: stoker serve {plan.model}{flags}"])
+
+
+def _row(one: PlannedLayout, is_picked: bool) -> tuple[str, ...]:
+    sizes: tuple[object, ...] = ("", "", "", "", "", "")
+    if one.fits:
+        sizes = (
+            f"{one.weights_gib_per_gpu:.1f}",
+            f"{one.working_gib_per_gpu:.1f}",
+            f"{one.kv_gib_total:.1f}",
+            f"{one.kv_tokens:,}",
+            one.batch,
+            f"{one.decode_tokens_per_s:,.0f}",
+        )
+    last = f"{one.between_tokens_ms:.1f}" if one.fits else ""
+    return ("*" if is_picked else "", *map(str, (one.tp, one.pp, one.ep, one.workers, *sizes, last)))
