@@ -61,6 +61,7 @@ TABLE = {
         f"{ENGINE_SIDE} msgspec xgrammar llguidance",
     ),
     "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
+    "planner": Allowed("engine models layers parallel", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
@@ -94,7 +95,7 @@ TABLE = {
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
     "cli": Allowed(
-        "worker gateway up engine train proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "worker gateway up engine train planner proto text checkpoint loadgen kv.mooncake kv.store kernels",
         "aiohttp rich triton uvloop",
     ),
 }

@@ -12,13 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from bench.contract import Needs, Report, Result
 from bench.support.large_checkpoint import CONFIG, make_large
 from stoker.base import garbage
-from stoker.models.family import family_of
-from stoker.models.weights import plan_copies
 
 NAME = "weight_plan"
 HELP = "CPU time to plan the loading of a checkpoint with 200,000 tensors"
@@ -45,6 +41,11 @@ def run(args: argparse.Namespace) -> Report:
 
 def plan_large(folder: Path) -> int:
     """Plan the loading of the large checkpoint, and return the number of copies."""
+    import torch
+
+    from stoker.models.family import family_of
+    from stoker.models.weights import plan_copies
+
     family = family_of(CONFIG, "config.json")
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -47,6 +47,17 @@ def blocks_per_set(
         _check_budget(settings, resolved, working, num_blocks * block_bytes + _dot(taken, local_bytes))
         return _checked(settings, layout, [num_blocks, *taken])
     budget = _budget(settings, resolved, working, _dot(useful, [block_bytes, *local_bytes]))
+    return divide_memory(budget, settings, resolved, layout, draft)
+
+
+def divide_memory(
+    budget: int, settings: EngineSettings, resolved: ResolvedSettings, layout: KvLayout, draft: KvGroup | None = None
+) -> list[int]:
+    """Return the number of blocks of each KV set in `budget` bytes. Raises ConfigError if no sequence could run."""
+    first, *local = layout.sets
+    block_bytes = first.layout.block_bytes + draft_block_bytes(draft, layout)
+    local_bytes = [one.layout.block_bytes for one in local]
+    useful = [useful_blocks(one, resolved) for one in layout.sets]
     for_rows = _dot(useful[1:], local_bytes)
     cached = int(max(0, budget - for_rows) / (block_bytes + sum(local_bytes) / _CACHED_PART)) // _CACHED_PART
     wanted = [count + cached for count in useful[1:]]

@@ -282,7 +282,8 @@ class StoredWeight(nn.Module):
         tensors = {name: parameter.data for name, parameter in zip(self._names, parameters, strict=True)}
         weight = self._stored.ready(tensors, self._parts, self.in_features, self._dtype, int8)
         kept = _kept(weight)
-        for parameter, tensor in zip(parameters, chain(kept, repeat(torch.empty(0))), strict=False):
+        nothing = torch.empty(0, device=parameters[0].device)
+        for parameter, tensor in zip(parameters, chain(kept, repeat(nothing)), strict=False):
             parameter.data = tensor
         return weight
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from stoker.base.errors import ConfigError
 from stoker.kv.blocks.layout import KvGroup
-from stoker.layers.decoder import Decoder, DecoderConfig
+from stoker.layers.decoder import Decoder, DecoderConfig, LayerConfig
 from stoker.models.dense import WeightNames
 from stoker.models.family import Model, ModelShape, Rule
 from stoker.parallel.shard import WHOLE, Shard
@@ -17,11 +18,17 @@ from stoker.parallel.shard import WHOLE, Shard
 class DecoderFamily:
     """The base of families whose model is a Decoder. Their `__init__` reads config.json and sets the attributes below."""
 
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]]
     _config: DecoderConfig
     shape: ModelShape
     kv_groups: tuple[KvGroup, ...]
     rules: list[Rule]
     ignored: frozenset[str]
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """The layers of this part."""
+        return self._config.layers
 
     def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
         """Return the checkpoint's names. `config` is that of the whole model, also if a rank takes a part of it."""
@@ -29,7 +36,15 @@ class DecoderFamily:
 
     def sharded(self, shard: Shard) -> Self:
         """Return a rank's part of the model. See ModelFamily."""
+        part = self.sized(shard)
+        part.ignored = self.ignored | {rule.source for rule in self.rules}  # the tensors of other ranks
+        part.rules = self._names(self._config, shard).rules()
+        return part
+
+    def sized(self, shard: Shard) -> Self:
+        """Return a rank's part of the model without the rules for loading it, which a large model has 200,000 of."""
         part = copy(self)
+        part.rules = []
         part._config = config = self._config.sharded(shard)
         attention: Any = config.layers[0].attention
         part.shape = replace(
@@ -49,8 +64,6 @@ class DecoderFamily:
         part.kv_groups = tuple(
             replace(group, num_layers=count) for group, count in zip(self.kv_groups, counts, strict=True)
         )
-        part.ignored = self.ignored | {rule.source for rule in self.rules}  # the tensors of other ranks
-        part.rules = self._names(self._config, shard).rules()
         return part
 
     def build(self, num_positions: int) -> Model:

@@ -60,22 +60,26 @@ def find_place(
 
 
 def plan_shards(family: ModelFamily, resolved: ResolvedSettings) -> list[Shard]:
-    """Return the shard of each rank. Stages are balanced by the bytes of their weights."""
-    layer_bytes: dict[int, int] = {}
+    """Return the shard of each rank. Stages are balanced by the bytes of their weights. Raises ConfigError for what cannot be
+    split, on every rank and before anything is loaded."""
+    shards = shards_of(resolved.layout, *layer_bytes(family, resolved))
+    for shard in shards:
+        family.sharded(shard)
+    return shards
+
+
+def layer_bytes(family: ModelFamily, resolved: ResolvedSettings) -> tuple[list[int], int]:
+    """Return the bytes of each layer's weights, and those of the embedding, the last norm and the head."""
+    layers: dict[int, int] = {}
     ends_bytes = 0
     for name, parameter in build_model(family, resolved, torch.device("meta")).named_parameters():
         first, _, rest = name.partition(".")
         if first == "layers":
             number = int(rest.partition(".")[0])
-            layer_bytes[number] = layer_bytes.get(number, 0) + parameter.nbytes
+            layers[number] = layers.get(number, 0) + parameter.nbytes
         else:
             ends_bytes += parameter.nbytes
-    shards = shards_of(resolved.layout, [layer_bytes[i] for i in sorted(layer_bytes)], ends_bytes)
-    for shard in shards:
-        family.sharded(
-            shard
-        )  # raises ConfigError for what cannot be split, on every rank and before anything is loaded
-    return shards
+    return [layers[i] for i in sorted(layers)], ends_bytes
 
 
 def compare_ranks(control: Collectives, facts: Mapping[str, str]) -> None:
