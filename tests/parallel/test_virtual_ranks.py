@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoker.base.config import RankSettings
-from stoker.base.errors import ConfigError, StokerError
+from stoker.base.errors import ConfigError
 from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.model_identity import read_hf_config
 from stoker.models.family import family_of
@@ -41,7 +41,7 @@ def folder_of(folders: dict[str, Path], name: str, tmp_path_factory: pytest.Temp
         try:
             make_tiny(folder, name, torch.float64, **changes)
             family_of(read_hf_config(folder), name)
-        except (StokerError, ValueError, KeyError, TypeError):
+        except Exception:  # transformers checks its configurations with errors of its own
             continue
         folders[name] = folder
         return folder
