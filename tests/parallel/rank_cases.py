@@ -17,6 +17,8 @@ from tests.tiny import SHAPE
 VOCAB = SHAPE["vocab_size"]
 # Sizes that two and four ranks can split.
 CHANGES = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+# Changes to try for a family: with latent attention there are as many KV heads, and some families count their layers.
+CANDIDATES = [CHANGES, {**CHANGES, "num_key_value_heads": 8}, {"num_attention_heads": 8, "num_key_value_heads": 4}, {}]
 LAYOUTS = {
     "tp2": RankSettings(2, 1, 1),
     "pp2": RankSettings(1, 2, 1),
