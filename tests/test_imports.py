@@ -51,12 +51,14 @@ TABLE = {
     "sched": Allowed("kv.blocks", light=True),
     "spec": Allowed("sched kv.blocks", "numpy", light=True),
     "kernels": Allowed("", ENGINE_SIDE),
-    "layers": Allowed("kernels kv.blocks kv.device", ENGINE_SIDE),
-    "models": Allowed("layers checkpoint.weight_files kv.blocks", ENGINE_SIDE),
-    "engine": Allowed("sched spec kv models checkpoint.weight_files layers kernels", ENGINE_SIDE),
+    "parallel": Allowed("sched kv.blocks kernels", ENGINE_SIDE),
+    "layers": Allowed("kernels kv.blocks kv.device parallel", ENGINE_SIDE),
+    "models": Allowed("layers checkpoint.weight_files kv.blocks parallel", ENGINE_SIDE),
+    "engine": Allowed("sched spec kv models checkpoint.weight_files layers kernels parallel", ENGINE_SIDE),
     # Only the engine process joins the engine with proto, msgspec and xgrammar; the engine itself runs without them.
     "engine.process": Allowed(
-        "engine kv models checkpoint.weight_files sched spec text proto", f"{ENGINE_SIDE} msgspec xgrammar"
+        "engine kv models checkpoint.weight_files sched spec text proto parallel",
+        f"{ENGINE_SIDE} msgspec xgrammar llguidance",
     ),
     "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
@@ -73,7 +75,7 @@ TABLE = {
     "gateway.watch": Allowed(
         f"{GATEWAY_BASE} gateway.prefix routing fleet text proto kv.blocks", "msgspec xxhash zmq", light=True
     ),
-    "gateway.admission": Allowed(f"{GATEWAY_BASE} fleet routing", "msgspec", light=True),
+    "gateway.admission": Allowed(f"{GATEWAY_BASE} gateway.store fleet routing", "msgspec", light=True),
     "gateway.store": Allowed("", "psycopg", light=True),
     "gateway.objects": Allowed(f"{GATEWAY_BASE} gateway.store gateway.admission proto", "msgspec", light=True),
     "gateway.records": Allowed(
@@ -82,7 +84,7 @@ TABLE = {
         light=True,
     ),
     "gateway.doctor": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.records.prices routing fleet proto", "msgspec", light=True
+        f"{GATEWAY_BASE} gateway.prefix gateway.admission.prices routing fleet proto", "msgspec", light=True
     ),
     "gateway.path": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"

@@ -155,28 +155,68 @@ def make(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = lambda
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 160, "norm_topk_prob": True}
 
 
-def make_moe(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = lambda name: True, **changes: Any) -> Any:
+# The rotated rows of each head, and those of the shared key, are within one block of 128.
+MLA = {
+    "num_key_value_heads": 6,
+    "head_dim": 64,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 160,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+SHAPES_OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": MOE,
+    "DeepseekV3ForCausalLM": MLA,
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160, "first_k_dense_replace": 1,
+        "use_qk_norm": True, "attention_bias": True,
+    },
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 160, "rotary_dim": 16},
+}  # fmt: skip
+_QUANTISED = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
+def make_moe(
+    folder: Path,
+    scheme: str,
+    is_quantised: Callable[[str], bool] = lambda name: True,
+    architecture: str = "Qwen3MoeForCausalLM",
+    **changes: Any,
+) -> Any:
     """The same with experts. Their tensors are separate only in files, so the dequantised model is read back from its
     own folder."""
     said, store = SCHEMES[scheme]
     torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **MOE)).eval()
+    model_class = getattr(transformers, architecture)
+    shape = {**SHAPE, **SHAPES_OF_EXPERTS[architecture]}
+    model = model_class(model_class.config_class(**shape)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+        for values in model.state_dict().values():
+            values.add_(torch.randn_like(values) * 0.05)
     meant_folder = folder / "meant"
     model.save_pretrained(meant_folder)
     meant, tensors = load_file(meant_folder / "model.safetensors"), {}
     for name, tensor in list(meant.items()):
         module = name.removesuffix(".weight")
-        if name.endswith("_proj.weight") and is_quantised(module):
+        if name.endswith(_QUANTISED) and is_quantised(module):
             stored, meant[name] = store(module, tensor)
             tensors |= stored
         else:
             tensors[name] = tensor
     save_file(meant, meant_folder / "model.safetensors", {"format": "pt"})
     save(folder, model, {**said, **changes}, tensors)
-    return transformers.Qwen3MoeForCausalLM.from_pretrained(meant_folder, dtype=torch.float32).eval()
+    return model_class.from_pretrained(meant_folder, dtype=torch.float32).eval()
 
 
 def worst_difference(llm: LLM, reference: Any, prompt: list[int]) -> float:

@@ -12,8 +12,8 @@ from typing import Any
 
 from stoker.base.config import EngineSettings, SchedSettings
 from stoker.base.errors import InvalidRequest
-from stoker.engine.build import read_hf_config
 from stoker.engine.llm import LLM
+from stoker.engine.model_identity import read_hf_config
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.models.family import family_of
 from stoker.proto.openai.chat import ChatRequest

@@ -13,8 +13,8 @@ import jsonschema
 from bench.engine.structured_output import GrammarCase, GrammarOutcomes
 from stoker.base.config import EngineSettings
 from stoker.base.errors import InvalidRequest
-from stoker.engine.build import read_hf_config
 from stoker.engine.llm import LLM, LLMOutput
+from stoker.engine.model_identity import read_hf_config
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.models.family import family_of
 from stoker.proto.openai.chat import ChatRequest
@@ -26,9 +26,9 @@ from stoker.text.parsers.contract import ToolArgumentsDelta, ToolCallStart
 from stoker.text.tools import chat_tools
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import ModelText
-from stoker.worker.conversations import forced_constraint
 from stoker.worker.prompts import render
 from stoker.worker.sampling import ModelLimits
+from stoker.worker.tool_constraint import answer_constraint
 
 
 class StructuredGenerator:
@@ -70,7 +70,8 @@ class StructuredGenerator:
     def _prepared(self, case: GrammarCase) -> tuple[list[int], GrammarSpec]:
         request = decode(ChatRequest, json.dumps(case.body).encode())
         tools = chat_tools(request, max_tools=128)
-        constraint = forced_constraint(self._text, resolve_constraint(request, request.response_format), tools)
+        wanted = resolve_constraint(request, request.response_format)
+        constraint = answer_constraint(self._text, wanted, tools, None, starts_inside=False)
         assert constraint is not None
         self._grammars.prepare(constraint.grammar)
         conversation = Conversation(template_messages(request.messages), tools, {})

@@ -17,8 +17,8 @@ import torch
 from bench.contract import Report, Result
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import RequestId
-from stoker.engine.build import read_hf_config
 from stoker.engine.llm import LLM
+from stoker.engine.model_identity import read_hf_config
 from stoker.kernels.sample import penalise
 from stoker.models.family import family_of
 from stoker.models.weights import parameter_slices

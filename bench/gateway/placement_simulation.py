@@ -6,6 +6,10 @@ each uncached block, plus a random time for gateway and machine (--noise-ms). Th
 what it routed itself, as with workers that have no KV events. Sizes and pauses come from the same random numbers as in
 `placement`, so that a seed means the same sessions; only the letters are left out.
 
+With N gateways (`--gateways`), requests go round robin to them, each with a router, load book and prefix index of its own. What
+a worker publishes reaches all of them after `--publish-ms`: accept and end of each request (`proto/work.py`), and the blocks that
+it has stored. This is what Stoker workers publish.
+
 For each case and seed: hit (cached blocks over all blocks), same (turns on the previous turn's worker), skew (requests
 of the busiest worker over the mean).
 """
@@ -16,7 +20,7 @@ import argparse
 import heapq
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 
@@ -35,7 +39,10 @@ from bench.support.placement_load import (
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
+from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import WorkerSpec
+from stoker.gateway.watch.other_work import OtherWork
+from stoker.proto.work import WorkChange
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
@@ -97,6 +104,19 @@ def keys_of(session: int, chars: int, shared_chars: int, block: int) -> list[int
     return [at if (at + 1) * block <= shared_chars else (session + 1) << 20 | at for at in range(chars // block)]
 
 
+class SimulatedGateway:
+    """One gateway's own view of the workers."""
+
+    def __init__(self, name: str, workers: Iterable[WorkerId], policy: str) -> None:
+        self.name = name
+        self.fleet = Fleet()
+        for worker_id in workers:
+            self.fleet.add(WorkerSpec(worker_id=worker_id, url="", models=("mock",)), 0.0)
+        self.load_book, self.indexes = LoadBook(), PrefixIndexes()
+        self.other_work = OtherWork(self.load_book, name)
+        self.router = Router(self.fleet, self.load_book, self.indexes, settings=RouterSettings(policy=policy))
+
+
 @dataclass(frozen=True)
 class Placement:
     hit: float
@@ -106,16 +126,24 @@ class Placement:
 
 
 class Simulation:
-    def __init__(self, case_name: str, seed: int, *, with_session: bool, policy: str, noise_s: float) -> None:
+    def __init__(
+        self,
+        case_name: str,
+        seed: int,
+        *,
+        with_session: bool,
+        policy: str,
+        noise_s: float,
+        num_gateways: int = 1,
+        publish_s: float = 0.0,
+    ) -> None:
         self.case, self.with_session, self.noise_s = CASES[case_name], with_session, noise_s
         self.turns = sessions(case_name, seed)
         self.rng = random.Random(seed)
-        fleet = self.fleet = Fleet()
+        self.publish_s = publish_s
         self.workers = {WorkerId(f"w{n}"): SimulatedWorker(self.case.cache_blocks) for n in range(4)}
-        for worker_id in self.workers:
-            fleet.add(WorkerSpec(worker_id=worker_id, url="", models=("mock",)), 0.0)
-        self.load_book = LoadBook()
-        self.router = Router(fleet, self.load_book, PrefixIndexes(), settings=RouterSettings(policy=policy))
+        self.gateways = [SimulatedGateway(f"g{n}", self.workers, policy) for n in range(num_gateways)]
+        self.num_requests = 0
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.num_events, self.in_flight = 0, 0
         self.waiting: deque[Callable[[float], None]] = deque()
@@ -132,7 +160,7 @@ class Simulation:
         while self.events:
             time, _, act = heapq.heappop(self.events)
             act(time)
-        assert self.load_book.totals().requests == 0
+        assert [one.load_book.totals().requests for one in self.gateways] == [0] * len(self.gateways)
         counts = [worker.requests for worker in self.workers.values()]
         skew = max(counts) * len(counts) / sum(counts)
         return Placement(self.found / self.asked, self.same / self.follow_ups, skew, counts)
@@ -153,8 +181,14 @@ class Simulation:
             max_output_tokens=1,
             session=f"session-{session}" if self.with_session else None,
         )
-        route = self.router.route(query, now)
-        worker_id = route.decode.reservation.worker_id
+        gateway = self.gateways[self.num_requests % len(self.gateways)]
+        self.num_requests += 1
+        route = gateway.router.route(query, now)
+        reservation = route.decode.reservation
+        worker_id = reservation.worker_id
+        tokens = (reservation.prefill_tokens, reservation.context_tokens, reservation.output_tokens)
+        number = self.num_requests
+        self.publish(worker_id, WorkChange(number, "accept", gateway.name, *tokens), now)
         worker = self.workers[worker_id]
         worker.requests += 1
         shared = len("system") + len(SYSTEM_HEAD) + self.case.system_chars
@@ -172,7 +206,10 @@ class Simulation:
             route.first_token(later)
             route.end(later)
             uncached = num_tokens - found * BLOCK_CHARS // CHARS_PER_TOKEN
-            self.fleet.saw_prefill(worker_id, max(1, uncached), took_s)
+            for one in self.gateways:
+                one.fleet.saw_prefill(worker_id, max(1, uncached), took_s)
+            self.publish(worker_id, WorkChange(number, "end", gateway.name, *tokens), later)
+            self.publish_blocks(worker_id, keys, gateway, later)
             self.in_flight -= 1
             if turn + 1 < len(self.turns[session]):
                 self.at(later + what.pause_s, lambda then: self.send(session, turn + 1, then))
@@ -180,6 +217,22 @@ class Simulation:
                 self.at(later, self.waiting.popleft())
 
         self.at(now + took_s, answered)
+
+    def publish(self, worker_id: WorkerId, change: WorkChange, now: float) -> None:
+        """Let the other gateways know what happened to a request."""
+        for one in self.gateways:
+            if one.name != change.gateway:
+                self.at(now + self.publish_s, partial(one.other_work.saw, worker_id, [change], None))
+
+    def publish_blocks(self, worker_id: WorkerId, keys: list[int], sender: SimulatedGateway, now: float) -> None:
+        """Let the other gateways know which blocks a worker has stored."""
+
+        def stored(index: PrefixIndex, later: float) -> None:
+            index.routed(worker_id, keys, later)
+
+        for one in self.gateways:
+            if one is not sender:
+                self.at(now + self.publish_s, partial(stored, one.indexes["mock"]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,25 +243,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="cost", help="the router's policy (default: %(default)s)")
     parser.add_argument("--noise-ms", type=float, default=4.0, help="default: %(default)s")
+    parser.add_argument("--gateways", default="1,2", help="numbers of gateways (default: %(default)s)")
+    parser.add_argument("--publish-ms", type=float, default=2.0, help="default: %(default)s")
     parser.add_argument("--verbose", action="store_true", help="print each seed")
 
 
 def run(args: argparse.Namespace) -> Report:
     seeds = [int(seed) for seed in args.seeds.split(",")]
     report = Report(details=[])
-    for with_session, name in ((False, "without"), (True, "with")):
-        if args.session not in (name, "both"):
-            continue
-        for case in args.cases.split(","):
-            placements = []
-            for seed in seeds:
-                options = {"with_session": with_session, "policy": args.policy, "noise_s": args.noise_ms / 1e3}
-                placements.append(Simulation(case, seed, **options).placement())
-                one = placements[-1]
-                report.details.append({"case": case, "session": with_session, "seed": seed, **asdict(one)})
-                if args.verbose:
-                    print(f"   seed {seed}: hit {one.hit:.4f} same {one.same:.3f} skew {one.skew:.3f} {one.counts}")
-            report.results += _results(f"{case}, {name} session key, {len(seeds)} seeds", placements)
+    for num_gateways in map(int, args.gateways.split(",")):
+        for with_session, name in ((False, "without"), (True, "with")):
+            if args.session not in (name, "both"):
+                continue
+            options = {"with_session": with_session, "policy": args.policy, "noise_s": args.noise_ms / 1e3}
+            options |= {"num_gateways": num_gateways, "publish_s": args.publish_ms / 1e3}
+            for case in args.cases.split(","):
+                placements = [Simulation(case, seed, **options).placement() for seed in seeds]
+                for seed, one in zip(seeds, placements, strict=True):
+                    row = {"case": case, "session": with_session, "gateways": num_gateways, "seed": seed}
+                    report.details.append({**row, **asdict(one)})
+                    if args.verbose:
+                        print(f"   seed {seed}: hit {one.hit:.4f} same {one.same:.3f} skew {one.skew:.3f} {one.counts}")
+                gateways = "" if num_gateways == 1 else f", {num_gateways} gateways"
+                report.results += _results(f"{case}, {name} session key, {len(seeds)} seeds{gateways}", placements)
     return report
 
 

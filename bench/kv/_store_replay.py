@@ -58,8 +58,9 @@ class NoModel:
         self._kv = kv
 
     def launch(self, plan: StepPlan) -> ReplayStep:
-        if plan.fresh_blocks:
-            self._kv.clear(plan.fresh_blocks)
+        for kv_set, fresh in enumerate(plan.fresh_blocks):
+            if fresh:
+                self._kv.clear(fresh, kv_set)
         return ReplayStep(plan)
 
 

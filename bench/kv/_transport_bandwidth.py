@@ -65,7 +65,7 @@ class BandwidthPool:
         self.count = POOL_BYTES // self.layout.block_bytes
         self.kv = DeviceKv(self.layout, self.count, CPU)
         self.kv.blocks.normal_()  # touches every page
-        blocks = self.kv.host_blocks()
+        blocks = self.kv.sets[0].host_blocks()
         assert blocks is not None
         self.bytes: NDArray[np.uint8] = blocks
         self.identity = KvIdentity("bench", "bench", self.layout.identity, self.layout.dtype)

@@ -20,6 +20,7 @@ from bench.support.model_shapes import SHAPES
 from stoker.base.config import EngineSettings, SchedSettings
 from stoker.base.ids import BlockId, Row
 from stoker.engine.llm import LLM
+from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan
 from stoker.sched.request import SamplingParams
 
@@ -44,22 +45,31 @@ class EngineSteps:
         self._gpu_steps = self._runner._gpu_steps
         self._graphs = self._gpu_steps._graphs
 
+    @property
+    def _pools(self) -> list[BlockPool]:
+        return [self._built.pool, *self._built.local_pools]
+
+    def _numbers(self, pool: BlockPool, span: tuple[int, int]) -> range:
+        """The numbers of the blocks that a row needs in a pool."""
+        block_tokens, (before, count) = self._built.layout.block_tokens, span
+        return range(pool.reach.first_block(before, block_tokens), -(-(before + count) // block_tokens))
+
     def fits(self, spans: Spans) -> bool:
-        """Whether the KV pool has enough blocks for these rows."""
-        block_tokens = self._built.layout.block_tokens
-        return sum(-(-(before + count) // block_tokens) for before, count in spans) <= self._built.pool.num_blocks
+        """Whether the KV pools have enough blocks for these rows."""
+        return all(sum(len(self._numbers(pool, span)) for span in spans) <= pool.num_blocks for pool in self._pools)
 
     def plans(self, spans: Spans, sampling: SamplingParams = GREEDY) -> tuple[StepPlan, StepPlan]:
         """A plan that creates the rows and runs the step, and one that runs the same step again."""
-        block_tokens, next_block = self._built.layout.block_tokens, 0
-        changes, planned = [], []
-        for number, (before, count) in enumerate(spans):
-            num_blocks = -(-(before + count) // block_tokens)
-            blocks = [BlockId(next_block + at) for at in range(num_blocks)]
-            changes.append(BlockTableChange(Row(number), 0, blocks))
-            next_block += num_blocks
-            planned.append(Span(Row(number), before, count, True))
-        assert next_block <= self._built.pool.num_blocks
+        assert self.fits(spans)
+        changes = []
+        planned = [Span(Row(number), before, count, True) for number, (before, count) in enumerate(spans)]
+        for kv_set, pool in enumerate(self._pools):
+            next_block = 0
+            for row, span in enumerate(spans):
+                numbers = self._numbers(pool, span)
+                blocks = [BlockId(next_block + at) for at in range(len(numbers))]
+                changes.append(BlockTableChange(Row(row), numbers.start, blocks, kv_set))
+                next_block += len(numbers)
         new_rows = [NewRow(Row(number), sampling, [1], 1, 10) for number in range(len(spans))]
         # Different tokens, so that rows are routed to different experts.
         token_ids = [7 + 11 * at % 40_000 for at in range(sum(count for _, count in spans))]

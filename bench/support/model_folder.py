@@ -86,7 +86,7 @@ def _tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
     """The names and shapes of a checkpoint's tensors, as the model family declares them."""
     import torch
 
-    from stoker.engine.build import read_hf_config
+    from stoker.engine.model_identity import read_hf_config
     from stoker.models.family import family_of
     from stoker.models.weights import parameter_slices
 

@@ -96,6 +96,69 @@ _QWEN_480B: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "rope_theta": 10000000.0,
 }
+# Two models with latent attention, with as many layers as fit on one GPU in their published formats.
+_YARN = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "hidden_act": "silu",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": _YARN,
+    "attention_bias": False,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+KIMI_K2: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "vocab_size": 163840,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "rope_scaling": {**_YARN, "factor": 64.0, "beta_fast": 1.0},
+}
 PLAIN: dict[str, dict[str, Any]] = {
     "llama8b": LLAMA_8B,
     "qwen30a3b": QWEN_30B_A3B,
@@ -151,7 +214,12 @@ SHAPES |= HYBRID
 SHAPES["qwen30a3b-experts-int4"] = {
     **QWEN_30B_A3B, "quantization_config": {**QUANTIZED["int4"], "ignore": ["lm_head", "re:.*self_attn.*"]}
 }  # fmt: skip
+SHAPES["deepseekv3-blocks"] = {**DEEPSEEK_V3, "quantization_config": {**QUANTIZED["blocks"], "fmt": "e4m3"}}
+_KIMI_IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+SHAPES["kimik25-int4"] = {**KIMI_K2, "quantization_config": {**QUANTIZED["int4"], "ignore": _KIMI_IGNORED}}
 TITLES = {
+    "deepseekv3": "DeepSeek-V3 (12 of 61 layers)",
+    "kimik25": "Kimi K2.5 text (12 of 61 layers)",
     "llama8b": "Llama-3.1-8B",
     "qwen30a3b": "Qwen3-30B-A3B",
     "llama1b": "Llama-3.2-1B",

@@ -18,7 +18,7 @@ from stoker.kernels import moe_few, moe_many
 from stoker.kernels.gpu_timing import graph_s
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_triton, to_kernel_layout
-from stoker.kernels.moe_choice import Router, Routing
+from stoker.kernels.moe_choice import ExpertRouter, Routing
 from stoker.kernels.moe_many import down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
@@ -97,7 +97,7 @@ def layers(shape: MoeShape, count: int, kind: str) -> list[Experts]:
     found = []
     for _ in range(count):
         weight = torch.empty(experts, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
-        router = Router(weight, Routing(shape.top_k, renormalises=True))
+        router = ExpertRouter(weight, Routing(shape.top_k, renormalises=True))
         gate_up = make_weight(kind, experts * 2 * width, hidden)
         down = make_weight(kind, experts * hidden, width)
         found.append(to_kernel_layout(router, gate_up, down))

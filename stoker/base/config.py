@@ -21,7 +21,7 @@ class KvSettings:
     )
     num_blocks: int | None = setting(
         None,
-        "Number of KV blocks.",
+        "Number of KV blocks. Layers with a window or chunks have further blocks of their own, at most as many.",
         flag="--kv-blocks",
         ge=1,
         default_text="as many as the memory holds",
@@ -33,6 +33,14 @@ class KvSettings:
         unit="GiB",
         gt=0,
         default_text="on a GPU what the weights and the working memory leave free; on a CPU a share of the free RAM",
+    )
+    local_share: float = setting(
+        0.5,
+        "The largest share of the KV cache's memory that layers with a window or chunks get. They get less if all rows "
+        "together need less. Ignored with --kv-blocks.",
+        flag="--kv-local-share",
+        gt=0,
+        le=0.95,
     )
     gpu_memory_gib: float | None = setting(
         None,
@@ -198,6 +206,41 @@ class SchedSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSettings:
+    """How one model is split over several GPUs, or over several processes on a CPU."""
+
+    tp: int = setting(
+        1,
+        "Tensor parallelism: ranks that split each layer. Each is a process with a GPU of its own; on a CPU they share the "
+        "cores.",
+        flag="--tp",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+    pp: int = setting(
+        1,
+        "Pipeline parallelism: stages that split the layers. Each has --tp ranks.",
+        flag="--pp",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+    ep: int = setting(
+        1,
+        "Expert parallelism: groups that split the experts, within the --tp ranks of a stage. 1 splits the width of every "
+        "expert instead.",
+        flag="--ep",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "ranks")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Everything that the engine process is configured with."""
 
@@ -215,15 +258,15 @@ class EngineSettings:
         "auto",
         "How the quantised weights of a GGUF file are served on a CPU. int8 keeps them in 8 bits and rounds the inputs of "
         "each matmul to 8 bits. float32 dequantises them, which is closer to the file's values. auto measures the matmuls "
-        "of both on the first start and takes the faster one. Workers that share KV must use the same.",
+        "of both on the first start and takes the faster one; with --tp it is float32. Workers that share KV must use the same.",
         flag="--cpu-weights",
         choices=("auto", "int8", "float32"),
     )
     drafter: str | None = setting(
         None,
         "Speculative decoding: where drafts come from. off, or names separated by commas: auto (all of: prediction, "
-        "cache, suffix, ngram, grammar), and eagle3:FOLDER for a draft model. Answers are the same with and without "
-        "drafts; see docs/speculation.md.",
+        "cache, suffix, ngram, grammar), and eagle3:FOLDER for a draft model, or mtp for the layer for drafts that the "
+        "model's own files have. Answers are the same with and without drafts; see docs/speculation.md.",
         flag="--drafter",
         metavar="off|auto|NAME[:ARG]",
         default_text="auto for 8-bit weights on a CPU (--cpu-weights), else off",
@@ -274,6 +317,7 @@ class EngineSettings:
     sched: SchedSettings = field(default_factory=SchedSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     handoff: HandoffSettings = field(default_factory=HandoffSettings)
+    ranks: RankSettings = field(default_factory=RankSettings)
 
     def __post_init__(self) -> None:
         check_settings(self, "engine")

@@ -15,7 +15,7 @@ from stoker.checkpoint.hf_folder import has_all_files
 from stoker.checkpoint.progress import Progress
 from stoker.checkpoint.served import check_served
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model"]
 EXCLUDED = ["original/*"]
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 

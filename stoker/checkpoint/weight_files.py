@@ -1,4 +1,4 @@
-"""Read safetensors files: find each tensor's place in the files, and read the files ahead of their use.
+"""The files of a model folder, and safetensors: find each tensor's place in the files, and read them ahead of their use.
 
 This module does not import torch, so that the engine process can start to read weights while torch is still being imported.
 """
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from stoker.base import garbage
 from stoker.base.errors import ModelFilesError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")  # the first that exists is used
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_BYTES = {
@@ -77,6 +79,12 @@ def stored_tensors(folder: Path) -> dict[str, TensorLocation]:
                 )
             found[name] = tensor
     return found
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """Return the file that holds the vocabulary. It may be missing."""
+    files = [folder / name for name in _TOKENIZER_FILES]
+    return next((file for file in files if file.is_file()), files[0])
 
 
 def weight_files(folder: Path) -> list[Path]:

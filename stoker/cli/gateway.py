@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
 from stoker.base.errors import ConfigError
-from stoker.base.flags import add_flags, as_table, given_flags
+from stoker.base.flags import add_flags, as_table, given_flags, refuse_flag
 from stoker.base.fleet_key import is_loopback
-from stoker.base.output import print_message, print_result
+from stoker.base.output import print_message
 from stoker.base.paths import expand_home
 from stoker.base.settings import declared
 from stoker.cli.serving import Signals, drained, listen
@@ -42,7 +42,7 @@ workers:
   `stoker serve` workers can also register themselves: stoker serve --gateway http://THIS:PORT --secret-file F
 
 keys:
-  stoker gateway --new-key alice --tenant team-a     prints a key for alice, and the lines for the file of --config
+  stoker keys create alice --tenant team-a           stores a key for alice, and prints it once
   Without keys, every client is served. Prices, limits and all other settings: docs/gateway.md.
 """
 
@@ -84,24 +84,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, keys in _GROUPS.items():
         settings = [one for one in declared(GatewayConfig) if one.key.startswith(keys)]
         add_flags(parser.add_argument_group(title), settings)
-    keys_group = parser.add_argument_group("making a key")
-    keys_group.add_argument(
-        "--new-key", metavar="NAME", help="Print a new API key and its lines for the file, and exit."
-    )
-    keys_group.add_argument(
-        "--tenant", metavar="NAME", default="default", help="Tenant of the new key. Default: %(default)s."
-    )
+    # Set by the supervisor of several processes for each of them: NUMBER:PORT,PORT,… and whether to print the welcome.
+    parser.add_argument("--process", metavar="NUMBER:PORTS", help=argparse.SUPPRESS)
+    parser.add_argument("--no-welcome", action="store_true", help=argparse.SUPPRESS)
+    refuse_flag(parser, "--new-key", "--new-key was replaced: use `stoker keys create NAME`")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.new_key is not None:
-        return _print_new_key(args.new_key, args.tenant)
-
     import uvloop
 
     config = gateway_config(args, os.environ)
     logs.set_up(config.log_level)
-    return uvloop.run(_serve(config))
+    if config.listen.processes > 1 and not config.process_ports:
+        return uvloop.run(_supervise(config, sys.argv[1:]))
+    return uvloop.run(_serve(config, welcome=not args.no_welcome))
 
 
 def gateway_config(args: argparse.Namespace, environment: Mapping[str, str]) -> GatewayConfig:
@@ -114,6 +110,9 @@ def gateway_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     overrides["worker"] = [parse_worker(text) for text in args.worker]
     overrides["alias"] = [_alias(text) for text in args.alias]
     config = replace(load(args.config, overrides), state_dir=default_state_dir(environment))
+    if args.process is not None:
+        number, _, ports = args.process.partition(":")
+        config = replace(config, process=int(number), process_ports=tuple(map(int, ports.split(","))))
     _refuse_old_ledger(config)
     return config
 
@@ -139,27 +138,53 @@ def _alias(text: str) -> dict[str, str]:
     return {"name": name, "model": model}
 
 
-async def _serve(config: GatewayConfig) -> int:
-    from stoker.gateway.build import build_gateway
+async def _supervise(config: GatewayConfig, arguments: Sequence[str]) -> int:
+    """Run several processes on one port. They get the same arguments."""
+    from stoker.gateway.process_supervisor import ProcessSupervisor, shared_listener
 
-    listener = listen(config.listen.host, config.listen.port)
+    # It never listens. It only holds the port, so that all processes get the same one and it stays theirs.
+    held = shared_listener(config.listen.host, config.listen.port)
+    port = held.getsockname()[1]
+
+    def command(number: int, ports: Sequence[int], is_restart: bool) -> list[str]:
+        own = ["--port", str(port), "--process", f"{number}:{','.join(map(str, ports))}"]
+        quiet = ["--no-welcome"] if number or is_restart else []
+        return [sys.executable, "-m", "stoker.cli.main", *arguments, *own, *quiet]
+
+    with closing(held):
+        supervisor = ProcessSupervisor(config.listen.processes, command)
+        signals = Signals(supervisor.stop)
+        try:
+            return await supervisor.run()
+        finally:
+            signals.close()
+            supervisor.kill()
+
+
+async def _serve(config: GatewayConfig, *, welcome: bool) -> int:
+    from stoker.gateway.build import build_gateway
+    from stoker.gateway.process_supervisor import shared_listener
+
+    open_listener = shared_listener if config.process_ports else listen
+    listener = open_listener(config.listen.host, config.listen.port)
     with closing(listener):
         server = build_gateway(config)
-        return await _run(config, server, listener)
+        return await _run(config, server, listener, welcome)
 
 
-async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.socket) -> int:
+async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.socket, welcome: bool) -> int:
     signals = Signals()
     try:
         await server.start(listener)
         garbage.tune_for_serving()
-        if not config.key and not is_loopback(config.listen.host):
+        if not server.keys.required and not is_loopback(config.listen.host):
             log.warning(
                 "no_api_keys",
                 host=config.listen.host,
-                hint="every client that reaches this address is served; see --new-key",
+                hint="every client that reaches this address is served; see `stoker keys`",
             )
-        _print_welcome(config, listener.getsockname()[1], server)
+        if welcome:
+            _print_welcome(config, listener.getsockname()[1], server)
         await signals.wait()
         server.begin_drain()
         if server.num_running:
@@ -172,25 +197,11 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
         await server.close()
 
 
-def _print_new_key(name: str, tenant: str) -> int:
-    from stoker.gateway.admission.api_keys import new_key
-    from stoker.gateway.config import KeySettings
-
-    key, digest = new_key()
-    KeySettings(name, digest, tenant)  # refuses names that a configuration may not have
-    print_result(f"{key}\n")
-    print_message(
-        "The key is shown only once and stored nowhere. Add these lines to the file of --config:\n", sys.stderr
-    )
-    print_result(f'[[key]]\nname = "{name}"\ntenant = "{tenant}"\nsha256 = "{digest}"')
-    return 0
-
-
 def _print_welcome(config: GatewayConfig, port: int, server: GatewayServer) -> None:
     scheme = "https" if config.listen.tls_cert else "http"
     url = f"{scheme}://{join_address(local_host(config.listen.host), port)}"
     models = server.models()
-    key = " -H 'Authorization: Bearer KEY'" if config.key else ""
+    key = " -H 'Authorization: Bearer KEY'" if server.keys.required else ""
     workers = f"{server.num_workers} worker{'' if server.num_workers == 1 else 's'}"
     if models:
         served = f"They serve {', '.join(models)}."

@@ -61,7 +61,7 @@ def _build(models: list[Path], out: Path, arch: int | None) -> int:
 
 
 def _read_config(model: Path) -> tuple[str, Mapping[str, Any]]:
-    from stoker.engine.build import read_hf_config
+    from stoker.engine.model_identity import read_hf_config
 
     folder = model.parent if model.name == "config.json" else model
     return folder.resolve().name, read_hf_config(folder)

@@ -255,6 +255,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
             timeline.log_to(log)
         _print_welcome(settings.endpoint.host, listener.getsockname()[1], context, info)
         reporter.start(lambda number: worker_report(context, number))
+        reporter.follow(context.open_work)
         registrar.start()
         garbage.tune_for_serving()
         await signals.wait()

@@ -223,6 +223,11 @@ SECTIONS = (
     Section("endpoint", ("endpoint",)),
     Section("engine", ("engine", "engine.kv", "engine.sched")),
     Section(
+        "parallelism",
+        ("engine.ranks",),
+        "One model on several GPUs, or on several processes of a CPU: docs/parallelism.md.",
+    ),
+    Section(
         "KV store",
         ("engine.store",),
         "Tiers that keep KV blocks which the device's memory has no room for. Later requests find them there.",

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from stoker.base.errors import ConfigError
@@ -46,18 +47,25 @@ async def drained(server: Drainable, seconds: float) -> None:
 
 
 class Signals:
-    """Counts SIGTERM and Ctrl-C. The first one starts a drain, the second one stops at once."""
+    """Counts SIGTERM and Ctrl-C. The first one starts a drain, the second one stops at once. `on_signal` is told of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_signal: Callable[[int], None] = lambda number: None) -> None:
         self.count = 0
         self._arrived = asyncio.Event()
+        self._on_signal = on_signal
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note)
+            loop.add_signal_handler(number, self._note, number)
 
-    def _note(self) -> None:
+    def _note(self, number: int) -> None:
         self.count += 1
         self._arrived.set()
+        self._on_signal(number)
+
+    def close(self) -> None:
+        """Handle the signals no more."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
     async def wait(self) -> None:
         await self._arrived.wait()

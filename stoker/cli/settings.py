@@ -40,8 +40,7 @@ same keys stand under `[gateway]`. These flags have no key:
 | Flag | Meaning |
 |---|---|
 | `--config FILE` | Reads settings from this file. |
-| `--worker URL[,name=value]…` | Adds a `[[worker]]` table. |
-| `--new-key NAME`, `--tenant NAME` | Prints a new API key and its lines for the file, and exits. |"""
+| `--worker URL[,name=value]…` | Adds a `[[worker]]` table. |"""
 _UP = """
 ## stoker up
 

@@ -150,7 +150,7 @@ class ReferencePlaces:
 
     @property
     def table(self) -> Tensor:
-        return torch.from_numpy(self._rows.blocks).to(self._rows.tokens.device)
+        return torch.from_numpy(self._rows.blocks[self._group.kv_set]).to(self._rows.tokens.device)
 
     def forward(
         self, model: DraftModel, token_ids: Tensor, features: Tensor, rows: Tensor, inputs: DraftInputs
@@ -166,7 +166,7 @@ class ReferencePlaces:
     def _spans(self, rows: list[int], positions: list[int]) -> list[SpanGroup | RowGroup]:
         group, shapes = self._group, []
         for number, (row, position) in enumerate(zip(rows, positions, strict=True)):
-            blocks = self._rows.blocks[row, : position // group.block_tokens + 1]
+            blocks = self._rows.blocks[group.kv_set][row, : position // group.block_tokens + 1]
             shapes.append(SpanShape(number, position, 1, (blocks * group.pages_per_block).tolist()))
         device = self._rows.tokens.device
         return group_spans(shapes, group.num_heads, group.block_tokens, device, *self._options)
@@ -190,14 +190,14 @@ class PagedPlaces:
 
     @property
     def table(self) -> Tensor:
-        return self._rows.table
+        return self._rows.tables[self._group.kv_set]
 
     def forward(
         self, model: DraftModel, token_ids: Tensor, features: Tensor, rows: Tensor, inputs: DraftInputs
     ) -> Tensor:
         group, no_tiles = self._group, inputs.pieces[:0]
         # One piece per row with all of its keys.
-        where = (self._rows.table, rows, inputs.positions, inputs.pieces, no_tiles, (), self._rows.finished)
+        where = (self.table, rows, inputs.positions, inputs.pieces, no_tiles, (), self._rows.finished)
         spans = PagedSpans(*where, group.pages_per_block, group.num_heads)
         return model(token_ids, features, inputs.positions, GroupInputs(inputs.slots, spans, group))
 

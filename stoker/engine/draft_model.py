@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from stoker.base.errors import ModelFilesError
 from stoker.engine.device_drafter import DeviceDrafter, PagedPlaces, ReferencePlaces
 from stoker.engine.memory import ResolvedSettings
 from stoker.engine.rows import RowTable
 from stoker.kv.blocks.layout import KvGroup
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.models.draft import DraftCheckpoint, DraftModel
+from stoker.models.draft import DraftCheckpoint, DraftModel, PredictsMore
 from stoker.models.eagle3_weights import Eagle3Checkpoint
 from stoker.models.family import Model, ModelFamily
 from stoker.sched.draft_tape import MODEL_GUESSES
@@ -24,6 +25,15 @@ def open_draft(folder: Path, hf: Mapping[str, Any], family: ModelFamily) -> Draf
     """Return the files of a draft model for this target model. `hf` is the folder's config.json. Raises
     ModelFilesError."""
     return Eagle3Checkpoint(hf, folder, family.shape)
+
+
+def open_own_draft(folder: Path, family: ModelFamily) -> DraftCheckpoint:
+    """Return the layer for drafts in the target model's own files. Raises ModelFilesError if there is none."""
+    if not isinstance(family, PredictsMore):
+        raise ModelFilesError(
+            f"{folder}: models of this architecture have no layer for drafts; leave out the drafter 'mtp', or use eagle3:FOLDER"
+        )
+    return family.open_prediction(folder)
 
 
 @dataclass(frozen=True, slots=True)

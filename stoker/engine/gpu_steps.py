@@ -84,12 +84,12 @@ class GpuSteps:
         sizes = ([cut_heads(*group) for group in groups], kv.layout.block_tokens, kv.like.dtype)
         self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
         if exact:
-            self._cutter = cutter = ExactCutter.for_model(*sizes, rows.table.shape[1], kv.num_blocks)
-            self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * cutter.num_kv_heads)
+            self._cutter = cutter = ExactCutter.for_model(*sizes, rows.tables[0].shape[1], kv.sets[0].num_blocks)
+            self._finished = new_counters(kv.device, cutter.max_groups(rows.max_rows) * cutter.num_kv_heads)
         # cuDNN's attention rounds differently from the kernel that computes the other tokens of a prompt.
         self._uses_dense = not exact
         first, rest = _shapes(max_heads(rows.max_rows), captured_tokens, self._cutter)
-        self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
+        self._graphs = StepGraphs(self._forward, first, rest, kv.device)
 
     def warm_up(self) -> None:
         """Compile the kernels, and capture the shapes that most steps use."""
@@ -120,12 +120,12 @@ class GpuSteps:
             return captured.run(self._pack(data, captured.shape, samples))
         dense = data.take_dense_prefixes(self._dense.lengths) if self._uses_dense else ()
         shape = data.exact
-        packed = self._pack(data, shape, samples).to(self._kv.blocks.device, non_blocking=True)
+        packed = self._pack(data, shape, samples).to(self._kv.device, non_blocking=True)
         return self._forward(StepInputs.of(packed, shape), dense)
 
     def _pack(self, data: StepData, shape: StepShape, samples: bool) -> Tensor:
         """Pack the inputs into pinned memory. torch does not reuse it before the GPU has read it."""
-        packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.blocks.is_cuda)
+        packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.like.is_cuda)
         data.pack(packed.numpy(), shape, samples)
         return packed
 
@@ -133,8 +133,9 @@ class GpuSteps:
         rows, groups = self._rows, []
         for group in self._kv.all_groups:
             sizes = (group.num_heads, group.block_tokens, group.pages_per_block)
-            token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
-            where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
+            table = rows.tables[group.kv_set]
+            token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, table, *sizes)
+            where = (table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
             spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form, group.reach)
             groups.append(GroupInputs(slots, spans, group))
         num_groups, features = len(self._kv.groups), self._drafter.start()

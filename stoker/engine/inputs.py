@@ -18,6 +18,7 @@ from stoker.kernels.step_inputs import step_tokens_ref
 from stoker.kernels.transfer import to_device
 from stoker.kv.device.device_kv import DeviceKv, GroupKv
 from stoker.layers.batch import ForwardBatch, GroupInputs
+from stoker.parallel.stages import ONE_STAGE, Stages
 from stoker.sched.plan import Span, StepPlan
 
 Ints = NDArray[np.int64]
@@ -53,18 +54,20 @@ def build_inputs(
     attention_dtype: torch.dtype | None = None,
     exact: bool = False,
     grid_heads: int | None = None,
+    stages: Stages = ONE_STAGE,
 ) -> ReferenceInputs:
     """Return the inputs of the plan's forward pass. Attention is computed in `attention_dtype`, by default in the dtype of
     the activations. `exact`: see `group_spans`. `grid_heads`: the number of query heads, for attention_grid.py."""
     attention_dtype = attention_dtype or kv.like.dtype
-    layout, device = kv.layout, kv.blocks.device
-    tokens = _tokens(plan, rows)
+    layout, device = kv.layout, kv.device
+    tokens = _tokens(plan, rows, stages)
     firsts = tokens.counts.cumsum() - tokens.counts
     positions = np.arange(len(tokens.rows)) - (firsts - tokens.starts).repeat(tokens.counts)
-    blocks, offsets = rows.blocks[tokens.rows, positions // layout.block_tokens], positions % layout.block_tokens
+    numbers, offsets = np.divmod(positions, layout.block_tokens)
     in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
 
     def group_inputs(group: GroupKv, grid_heads: int | None = None) -> GroupInputs:
+        blocks = rows.blocks[group.kv_set][tokens.rows, numbers]
         slots = blocks[:, None] * group.pages_per_block + np.arange(group.num_heads)
         slots = slots * layout.block_tokens + offsets[:, None]
         shapes = _shapes(plan, tokens, rows, group)
@@ -87,7 +90,7 @@ def build_inputs(
     return ReferenceInputs(batch, _to_device(tokens.rows, device), _to_device(heads, device), sampling)
 
 
-def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:
+def _tokens(plan: StepPlan, rows: RowTable, stages: Stages) -> _Tokens:
     spans, device = plan.spans, rows.tokens.device
     counts = np.array([span.count for span in spans])
     starts = np.array([span.start for span in spans])
@@ -97,7 +100,7 @@ def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:
     step = np.stack([token_rows, plan.token_ids, np.zeros_like(token_rows)])
     firsts = counts.cumsum() - counts
     step[2] = np.arange(len(token_rows)) - (firsts - starts).repeat(counts)
-    token_ids, found = step_tokens_ref(_to_device(step, device), rows.tokens)
+    token_ids, found = stages.tokens(len(token_rows), lambda: step_tokens_ref(_to_device(step, device), rows.tokens))
     positions = found.cpu().numpy()
     is_there = positions >= 0
     if not is_there.all():
@@ -111,7 +114,7 @@ def _shapes(plan: StepPlan, tokens: _Tokens, rows: RowTable, group: GroupKv) -> 
         num_drafts = max(0, count - (span.count - span.num_drafts))
         if count:
             num_blocks = -(-(start + count) // group.block_tokens)
-            pages = (rows.blocks[span.row, :num_blocks] * group.pages_per_block).tolist()
+            pages = (rows.blocks[group.kv_set][span.row, :num_blocks] * group.pages_per_block).tolist()
             shapes.append(SpanShape(first, start, count, pages, num_drafts))
         first += count
     return shapes

@@ -13,9 +13,9 @@ import torch
 from stoker.base.allowance import usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
-from stoker.engine.build import kv_layout
 from stoker.engine.kernel_plan import find_launches, load_kernel, make_stand_in, warn_of_cache
 from stoker.engine.memory import resolve_on
+from stoker.engine.part import kv_layout
 from stoker.kernels.compiled.compile_ahead import KernelLaunch, compile_all
 from stoker.kernels.compiled.cross_compile import compile_for
 from stoker.kernels.compiled.kernel_archive import KernelArchive, Manifest, hash_of_sources, write_archive

@@ -63,7 +63,9 @@ def make_stand_in(
     with torch.no_grad():
         model.pack(exact=resolved.exact)
     max_blocks = -(-resolved.max_model_tokens // layout.block_tokens) + 1
-    rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars())
+    rows = RowTable(
+        resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars(), num_sets=len(layout.sets)
+    )
     options = (family.shape.num_heads, resolved.captured_tokens, resolved.exact, resolved.drafters.is_on)
     if checkpoint is None:
         return GpuSteps(model, kv, rows, *options)

@@ -11,6 +11,7 @@ from stoker.base.config import EngineSettings
 from stoker.base.ids import RequestId
 from stoker.engine.build import build_engine
 from stoker.engine.grammar import Grammars
+from stoker.engine.ranks.rank_host import RankHost
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.sched.drafting import Drafting
 from stoker.sched.request import Finish, GenerateRequest, SamplingParams, TokenLogprobs, TokenUsage
@@ -41,6 +42,7 @@ class LLM:
         grammars: Grammars | None = None,
         random_weights_seed: int | None = None,
         wrap_drafting: Callable[[Drafting], Drafting] = lambda drafting: drafting,
+        ranks: RankHost | None = None,
     ) -> None:
         self._wake = threading.Event()
         self.built = build_engine(
@@ -50,6 +52,7 @@ class LLM:
             random_weights_seed=random_weights_seed,
             wake=self._wake.set,
             wrap_drafting=wrap_drafting,
+            ranks=ranks,
         )
         self.built.engine.capture_all_graphs()
         self._num_requests = 0

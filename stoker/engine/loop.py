@@ -13,7 +13,7 @@ from stoker.base.clock import Clock
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
 from stoker.engine.rates import StepRates
-from stoker.engine.runner import PendingStep, Runner
+from stoker.engine.runner import LaunchedStep, StepRunner
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.store.kv_store import KvStore
@@ -28,7 +28,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: StepRunner,
         clock: Clock,
         steps_ahead: int,
         store: KvStore,
@@ -44,7 +44,7 @@ class Engine:
         self._released: SimpleQueue[str] = SimpleQueue()  # leases that a peer no longer needs
         self._closing: set[str] = set()  # leases to close as soon as no peer reads from them
         self._tickets: dict[RequestId, KvTicket] = {}  # released with the first chunk of their request
-        self._launched: deque[PendingStep] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._chunks = TokenChunks()  # returned by the next step()
         self.idle = False
         """True if the last step had nothing to do. It stays so until a request, a load or a release arrives."""
@@ -95,7 +95,7 @@ class Engine:
     def step(self) -> TokenChunks:
         """Launch one plan, if there is anything to compute, and commit finished steps. Return the new chunks.
 
-        At most `steps_ahead` steps stay in flight, and none if nothing was launched.
+        At most `steps_ahead` steps stay in flight, and one less than before if nothing was launched.
         """
         now = self._clock.now()
         for result in self._store.take_finished_loads():
@@ -105,7 +105,8 @@ class Engine:
         self._empty_lost_leases()
         if plan is not None:
             self._launch(plan)
-        num_committed = self._commit(0 if plan is None else self._steps_ahead)
+        # Without a plan, the oldest step may bring new work, and the others go on in the meantime.
+        num_committed = self._commit(max(0, len(self._launched) - 1) if plan is None else self._steps_ahead)
         num_copied = self._offer_blocks()
         num_closed = self._update_leases(now)
         self._release_tickets()
@@ -154,7 +155,7 @@ class Engine:
         """Publish the leased KV that is ready, and close leases that ended. Return how many were closed."""
         leased, broken = self._scheduler.take_leases()
         for kv in leased:
-            self._leases.put(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names)
+            self._leases.put(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names, kv.kv_set)
         self._closing.update(broken)
         while not self._released.empty():
             self._closing.add(self._released.get())

@@ -1,4 +1,5 @@
-"""Settings that depend on the model and the hardware. Every "auto" is resolved here, the number of KV blocks too."""
+"""Settings that depend on the model and the hardware. Every "auto" is resolved here, except the size of the KV cache
+(kv_memory.py)."""
 
 from __future__ import annotations
 
@@ -6,21 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stoker.base.allowance import all_ram, available_ram, usable_cores
+from stoker.base.allowance import usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
-from stoker.engine.gpu_memory import CONTEXT_BYTES, WorkingMemory
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
-from stoker.kv.blocks.layout import KvGroup, KvLayout
-from stoker.kv.device.device_kv import draft_block_bytes
 from stoker.models.family import ModelShape
+from stoker.parallel.shard import RankLayout
 from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
-_GIB = 1 << 30
-# On a CPU, a worker shares the machine. By default the KV cache takes this share of the available RAM, up to the
-# maximum.
-_CPU_SHARE = 0.25
-_CPU_MAX_BYTES = 4 * _GIB
 # The arithmetic of the largest captured step. It takes an H200 about 50 ms, longer than the host needs to launch it.
 _CAPTURED_FLOP = 30e12
 _MIN_CAPTURED_TOKENS = 512
@@ -44,6 +38,7 @@ class ResolvedSettings:
     max_model_tokens: int
     drafters: DrafterChoice
     exact: bool  # numerics=exact
+    layout: RankLayout
     keeps_spare: bool  # the worker keeps a second engine process, which has a context on the same device
 
 
@@ -62,6 +57,7 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
             f"max_model_tokens={settings.max_model_tokens}, but the model supports at most {shape.max_positions} tokens"
         )
     step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
+    layout = RankLayout(settings.ranks.tp, settings.ranks.pp, settings.ranks.ep)
     drafters = DrafterChoice.parse(OFF if settings.drafter is None else settings.drafter)
     return ResolvedSettings(
         device=device,
@@ -73,10 +69,11 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         target_itl_s=(settings.sched.target_itl_ms or (250.0 if on_cpu else 75.0)) / 1e3,
         threads=_threads(settings, on_cpu),
-        steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
+        steps_ahead=max(_steps_ahead(settings, on_cpu), layout.pp - 1),
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
         drafters=drafters,
         exact=is_exact(settings.numerics, has_drafter=drafters.is_on),
+        layout=layout,
         keeps_spare=settings.spare_engine == "on" or (settings.spare_engine is None and not on_cpu),
     )
 
@@ -134,55 +131,16 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _steps_ahead(settings: EngineSettings, on_cpu: bool) -> int:
+    return (0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead
+
+
 def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
-    cores = usable_cores()
+    cores, num_ranks = usable_cores(), settings.ranks.tp * settings.ranks.pp
     if settings.num_threads is not None:
         return FixedThreads(settings.num_threads)
+    if (
+        num_ranks > 1
+    ):  # they wait for each other in every layer, and threads beyond the cores would make them wait longer
+        return FixedThreads(max(1, min(4, cores // num_ranks)))
     return ThreadTuner(cores) if on_cpu else FixedThreads(min(4, cores))
-
-
-def num_blocks(
-    settings: EngineSettings,
-    resolved: ResolvedSettings,
-    layout: KvLayout,
-    working: WorkingMemory,
-    draft: KvGroup | None = None,
-) -> int:
-    """Return the number of KV blocks that fit. Call it after the weights are loaded, when free memory is known. `draft`
-    is the group of a draft model."""
-    block_bytes = layout.block_bytes + draft_block_bytes(draft, layout)
-    on_gpu = resolved.device.type == "cuda"
-    free = torch.cuda.mem_get_info(resolved.device)[0] if on_gpu else 0
-    if on_gpu and settings.kv.gpu_memory_gib is not None:
-        taken = CONTEXT_BYTES + torch.cuda.memory_reserved(resolved.device)
-        free = min(free, int(settings.kv.gpu_memory_gib * _GIB) - taken)
-    if settings.kv.num_blocks is not None:
-        budget = settings.kv.num_blocks * block_bytes
-    elif settings.kv.memory_gib is not None:
-        budget = int(settings.kv.memory_gib * _GIB)
-    elif on_gpu:
-        budget = free - working.total_bytes
-    else:
-        share = min(_CPU_MAX_BYTES, int(available_ram() * _CPU_SHARE))
-        # All rows together cannot fill more than this. The remaining RAM is more useful as file cache.
-        usable = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * block_bytes
-        budget = min(usable, share)
-    if on_gpu and budget > (room := free - working.total_bytes + working.reserve_bytes):
-        raise ConfigError(
-            f"the settings ask for {budget / _GIB:.2f} GiB of KV, but there is room for {max(0, room) / _GIB:.2f} GiB: "
-            f"{free / _GIB:.2f} GiB of GPU memory are free, and steps and the spare engine need "
-            f"{(free - room) / _GIB:.2f} GiB of that; "
-            "lower kv.memory_gib or kv.num_blocks"
-        )
-    if not on_gpu and budget > (room := all_ram()):
-        raise ConfigError(
-            f"the settings ask for {budget / _GIB:.2f} GiB of KV, but this process may use {room / _GIB:.2f} GiB of RAM; "
-            "lower kv.memory_gib or kv.num_blocks"
-        )
-    blocks = budget // block_bytes
-    if blocks < 2 and settings.kv.num_blocks is None:
-        raise ConfigError(
-            f"{max(0, budget) / _GIB:.2f} GiB are left for KV, but one block of {layout.block_tokens} tokens needs "
-            f"{block_bytes / _GIB:.4f} GiB; free some memory, or set kv.memory_gib"
-        )
-    return blocks

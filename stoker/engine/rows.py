@@ -53,13 +53,16 @@ class RowTable:
         device: torch.device,
         grammars: Grammars,
         has_draft_model: bool = False,
+        num_sets: int = 1,
     ) -> None:
         self.max_rows = max_rows
-        # Each row's blocks, and in the last column how many of them there are. Entries beyond are an earlier owner's. One
-        # more row is padding, for drafting.
-        self.blocks = np.zeros((max_rows + 1, max_blocks + 1), dtype=np.int64)
+        # For each KV set, each row's blocks, and in the last column the end of those it has. Entries beyond are an
+        # earlier owner's, and so are those before the blocks that the row's next token sees. One more row is padding,
+        # for drafting.
+        shape = (max_rows + 1, max_blocks + 1)
+        self.blocks = [np.zeros(shape, dtype=np.int64) for _ in range(num_sets)]
         # The GPU's copies, which its kernels read.
-        self.table = torch.zeros(max_rows + 1, max_blocks + 1, dtype=torch.int64, device=device)
+        self.tables = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(num_sets)]
         self.settings = new_settings(max_rows + 1, device)
         self.finished = new_counters(device)
         self.tokens = new_row_tokens(max_rows + 1, device)
@@ -77,8 +80,9 @@ class RowTable:
             self.states[new.row] = self._new_state(new)
         for change in plan.block_table_changes:
             end = change.first + len(change.blocks)
-            self.blocks[change.row, change.first : end] = change.blocks
-            self.blocks[change.row, -1] = end
+            blocks = self.blocks[change.kv_set]
+            blocks[change.row, change.first : end] = change.blocks
+            blocks[change.row, -1] = end
         self._upload_tokens(plan.new_rows, plan.tapes)
         if self._has_draft_model and (parts := [span for span in plan.spans if not span.samples]):
             where = self._tensor([span.row for span in parts])
@@ -106,14 +110,16 @@ class RowTable:
                 packed += [new.row, *pack_settings(s.seed, s.top_k, s.temperature, s.top_p, s.min_p)]
             values = self._tensor(packed).view(len(new_rows), -1)
             self.settings.index_copy_(0, values[:, 0], values[:, 1:])
-        if changes:
+        for kv_set, table in enumerate(self.tables):
             entries: list[int] = []
             for change in changes:
-                for column, block in enumerate(change.blocks, change.first):
-                    entries += (change.row, column, block)
-                entries += (change.row, self.blocks.shape[1] - 1, change.first + len(change.blocks))
-            where = self._tensor(entries).view(-1, 3)
-            self.table[where[:, 0], where[:, 1]] = where[:, 2]
+                if change.kv_set == kv_set:
+                    for column, block in enumerate(change.blocks, change.first):
+                        entries += (change.row, column, block)
+                    entries += (change.row, table.shape[1] - 1, change.first + len(change.blocks))
+            if entries:
+                where = self._tensor(entries).view(-1, 3)
+                table[where[:, 0], where[:, 1]] = where[:, 2]
 
     def _new_state(self, new: NewRow) -> RowState:
         sampling = new.sampling

@@ -8,8 +8,9 @@ pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from stoker.kernels.transfer import to_host
 from stoker.kernels.verify import verify
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.family import Model
+from stoker.parallel.mesh import ALONE, Mesh
+from stoker.parallel.stages import ONE_STAGE, Stages
 from stoker.sched.draft_tape import TAPE_TOKENS
 from stoker.sched.plan import BlockCopy, StepPlan, StepResult
 
@@ -61,6 +64,7 @@ class PendingStep:
     done: torch.cuda.Event | None  # recorded after the sampled tokens have been copied to the host
     before: PendingStep | None = None  # the step launched before; it may have sampled for rows missing here
     drafts_grammar: bool = False  # return what the grammars force as drafts
+    finish: Callable[[], VerifiedTokens | None] | None = None  # samples, after the later stages of a pipeline
     _ended_s: float = 0.0
     _result: StepResult | None = None
 
@@ -75,11 +79,19 @@ class PendingStep:
                 self.before.wait()
                 self.started_s = max(self.started_s, self.before._ended_s)
                 self.before = None
+            if self.finish is not None:
+                with torch.inference_mode():
+                    self.verified, self.finish = self.finish(), None
             if self.done is not None:
                 self.done.synchronize()
             self._ended_s = time.monotonic()
             self._result = self._read()
         return self._result
+
+    @property
+    def token_bytes(self) -> bytes:
+        """The sampled tokens, for a comparison with other ranks. Call it after `wait`."""
+        return b"" if self.verified is None else self.verified.sampled.token_ids.numpy().tobytes()
 
     def _read(self) -> StepResult:
         result = StepResult([[] for _ in self.plan.spans], self._ended_s - self.started_s)
@@ -125,6 +137,28 @@ class PendingStep:
             result.drafts[span_index] = forced
 
 
+class LaunchedStep(Protocol):
+    """A step in flight."""
+
+    @property
+    def plan(self) -> StepPlan: ...
+
+    def wait(self) -> StepResult:
+        """Return the result, after waiting for the step."""
+
+
+class StepRunner(Protocol):
+    """Executes plans: a Runner, or all ranks of a model together."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep: ...
+
+    def warm_up(self) -> None: ...
+
+    def capture_next(self) -> bool: ...
+
+    def capture_all(self) -> None: ...
+
+
 class Runner:
     """Executes plans on one device, with CUDA graphs where the kernels support the model's shape."""
 
@@ -142,13 +176,16 @@ class Runner:
         verifies: bool = False,
         uses_grid: bool = False,
         draft: LoadedDraft | None = None,
+        mesh: Mesh = ALONE,
+        stages: Stages = ONE_STAGE,
     ) -> None:
         """`attention_dtype` is that of attention with the reference kernels, by default the model's.
 
         `exact`: a token's logits depend only on the tokens before it. `drafts_grammar`: results contain what the grammars
         force next. `verifies`: plans may have drafts. `uses_grid`: attention is that of attention_grid.py. `draft` is the
-        draft model.
+        draft model. `mesh` has the other ranks of this stage, `stages` the other stages.
         """
+        self._mesh, self._stages = mesh, stages
         self._grid_heads = num_heads if uses_grid else None
         self._exact = exact
         self._drafts_grammar = drafts_grammar
@@ -158,7 +195,11 @@ class Runner:
         self._rows = rows
         self._threads = threads
         has_kernels = can_page(kv)
-        if exact and kv.blocks.is_cuda and not has_kernels:
+        if has_kernels and stages.is_deferred:
+            raise ConfigError(
+                "pp: the GPU kernels run whole models, so that stages are for CPUs only; use --tp with all GPUs of this machine"
+            )
+        if exact and kv.like.is_cuda and not has_kernels:
             widths = sorted({group.width for group in kv.all_groups})
             raise ConfigError(
                 f"numerics=exact has no kernels for head sizes of {widths}, blocks of {kv.layout.block_tokens} tokens and "
@@ -205,15 +246,16 @@ class Runner:
 
     def _set_device(self) -> None:
         """Select the GPU. Triton launches on the calling thread's current GPU, whatever the tensors' device is."""
-        if self._kv.blocks.is_cuda:
-            torch.cuda.set_device(self._kv.blocks.device)
+        if self._kv.like.is_cuda:
+            torch.cuda.set_device(self._kv.device)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, started_s: float) -> PendingStep:
         self._rows.apply(plan)
         self._copy_blocks(plan.copies)
-        if plan.fresh_blocks:
-            self._kv.clear(plan.fresh_blocks)
+        for kv_set, fresh in enumerate(plan.fresh_blocks):
+            if fresh:
+                self._kv.clear(fresh, kv_set)
         for load in plan.loads:
             self._kv.clear_draft(load.blocks)
         if not plan.spans:
@@ -221,24 +263,30 @@ class Runner:
         states = [self._rows.states[span.row] for span in plan.spans if span.samples]
         plain = all(state.is_plain for state in states)
         gpu_steps = self._gpu_steps
+        finish = None
         if gpu_steps is None:
-            verified = self._step(plan, states)
+            finish = self._step(plan, states)
+            verified = None if self._stages.is_deferred else finish()
         else:
             verified = self._gpu_step(gpu_steps, plan, states, plain)
         done = None
-        if self._kv.blocks.is_cuda:
+        if self._kv.like.is_cuda:
             # Also if nothing is sampled: otherwise all steps of a long prefill would be launched at once.
             done = torch.cuda.Event(blocking=True)
             done.record()
         states = [] if plain else states
-        return PendingStep(plan, verified, states, started_s, done, drafts_grammar=self._drafts_grammar)
+        pending = PendingStep(plan, verified, states, started_s, done, drafts_grammar=self._drafts_grammar)
+        pending.finish = finish if self._stages.is_deferred else None
+        return pending
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy in order, a few blocks at a time. The source of one copy may be the destination of a later one."""
-        batch_size = max(1, _COPY_BYTES // self._kv.layout.block_bytes)
-        for first in range(0, len(copies), batch_size):
-            batch = copies[first : first + batch_size]
-            self._kv.copy([copy.src for copy in batch], [copy.dst for copy in batch])
+        for kv_set, memory in enumerate(self._kv.sets):
+            own = [copy for copy in copies if copy.kv_set == kv_set]
+            batch_size = max(1, _COPY_BYTES // memory.layout.block_bytes)
+            for first in range(0, len(own), batch_size):
+                batch = own[first : first + batch_size]
+                self._kv.copy([copy.src for copy in batch], [copy.dst for copy in batch], kv_set)
 
     def _gpu_step(
         self, gpu_steps: GpuSteps, plan: StepPlan, states: list[RowState], plain: bool
@@ -255,20 +303,29 @@ class Runner:
         heads = torch.from_numpy(heads_of(plan)).to(outputs.positions.device, non_blocking=True)
         return self._sample(outputs.logits[:num_heads], spans, replace(outputs.draft, heads=heads), states)
 
-    def _step(self, plan: StepPlan, states: list[RowState]) -> VerifiedTokens | None:
-        """Run the step with the reference kernels."""
-        inputs = build_inputs(plan, self._rows, self._kv, self._attention_dtype, self._exact, self._grid_heads)
-        batch = inputs.batch
+    def _step(self, plan: StepPlan, states: list[RowState]) -> Callable[[], VerifiedTokens | None]:
+        """Run this stage's layers with the reference kernels. The returned function samples."""
+        stages = self._stages
+        options = (self._attention_dtype, self._exact, self._grid_heads, stages)
+        inputs = build_inputs(plan, self._rows, self._kv, *options)
+        batch, heads = inputs.batch, inputs.heads[0]
         if not len(batch.token_ids):  # all rows are at their limits
-            return VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))
+            nothing = VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))
+            return lambda: nothing
         features = self._drafter.start()
-        hidden = self._model(batch, features.taps)
+        hidden = self._model(batch, features.taps, stages.entering(len(batch.token_ids)))
+        stages.leave(hidden, heads)
         step = DraftStep(batch, inputs.token_rows, inputs.heads, features.value())
-        if not inputs.heads.shape[1]:
-            self._drafter.draft(step, inputs.heads[0], inputs.heads[0])
-            return None
-        logits = self._model.logits(hidden[inputs.heads[0]])
-        return self._sample(logits, inputs.spans, step, states)
+
+        def finish() -> VerifiedTokens | None:
+            if not stages.is_first:
+                return None
+            if not len(heads):
+                self._drafter.draft(step, heads, heads)
+                return None
+            return self._sample(self._model.logits(stages.result(hidden, heads)), inputs.spans, step, states)
+
+        return finish
 
     def _sample(
         self,
@@ -277,11 +334,23 @@ class Runner:
         step: DraftStep,
         states: list[RowState],
     ) -> VerifiedTokens:
-        if self._last is not None and any(state.matcher is not None for state in states):
+        # A step that is finished later comes after all steps before it.
+        waits = self._last is not None and not self._stages.is_deferred
+        if waits and self._last is not None and any(state.matcher is not None for state in states):
             self._last.wait()
-        sampled = sample(logits, spans, self._rows)
+        sampled = self._sample_on_ranks(logits, spans, plain=all(state.is_plain for state in states))
         batch, token_ids = step.batch, sampled.token_ids
         counts = verify(step.heads, batch.token_ids, batch.positions, token_ids, self._rows.tokens)
         self._drafter.draft(step, token_ids, counts)
         has_drafts = any(span.drafts or span.head < 0 for span in spans)
         return VerifiedTokens(sampled.to_host(), to_host(counts) if has_drafts else None, [span.head for span in spans])
+
+    def _sample_on_ranks(self, logits: Tensor, spans: list[SamplingSpan], *, plain: bool) -> SampledTokens:
+        """Sample. All ranks have the same logits and sample the same, unless it takes what only the first rank has: grammars,
+        the counts of penalties, and logprobs, which the others do not need."""
+        if plain or self._mesh.is_first:
+            sampled = sample(logits, spans, self._rows)
+        else:
+            nothing = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            sampled = SampledTokens(nothing, None, None, None)
+        return sampled if plain else replace(sampled, token_ids=self._mesh.share(sampled.token_ids))

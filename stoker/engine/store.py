@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from stoker.base.config import EngineSettings
+from stoker.base.config import EngineSettings, StoreSettings
 from stoker.base.ids import BlockKey
+from stoker.kv.blocks.layout import KvSet
 from stoker.kv.blocks.transfer import KvIdentity
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.peer_client import PeerClient
@@ -15,6 +15,7 @@ from stoker.kv.store.block_io import block_io
 from stoker.kv.store.buffer_pool import HEADROOM_BYTES
 from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
 from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.kv.store.set_store import SetParts
 from stoker.kv.store.tiers.tier import TierContext, build_tier, check_tier_names, tier_names
 
 
@@ -26,32 +27,64 @@ def build_store(
     prefill_tokens_per_s: Callable[[], float | None],
     wake: Callable[[], None],
 ) -> KvStore:
-    layout = kv.layout
     events: deque[TierEvent] = deque()
-    tiers: dict[str, MeasuredTier] = {}
 
-    def on_evicted(name: str, keys: Sequence[BlockKey]) -> None:
-        events.append(TierEvent(name, removed=tuple(keys)))
+    def on_evicted(tier: str, keys: Sequence[BlockKey]) -> None:
+        events.append(TierEvent(tier, removed=tuple(keys)))
         wake()
 
-    def on_forgotten(name: str, keys: Sequence[BlockKey]) -> None:
-        store.offer_again(tiers[name], keys)
+    def on_forgotten(tier: MeasuredTier, keys: Sequence[BlockKey]) -> None:
+        store.offer_again(tier, keys)
 
     check_tier_names(settings.store)
-    for name in tier_names():
-        context = TierContext(
-            fingerprint, layout, partial(on_evicted, name), partial(on_forgotten, name), HEADROOM_BYTES
+    block_bytes = [one.layout.block_bytes for one in kv.layout.sets]
+    parts = []
+    for number, (one, memory) in enumerate(zip(kv.layout.sets, kv.sets, strict=True)):
+        # Each block is stored once per KV set, so that every set needs its share of a tier.
+        share = block_bytes[number] / sum(block_bytes)
+        suffix = f":{one.reach.name}" if number else ""
+        tiers = _set_tiers(
+            settings.store, one, fingerprint, suffix, share, _ignore if number else on_evicted, on_forgotten
         )
-        tier = build_tier(name, settings.store, context)
-        if tier is not None:
-            tiers[name] = MeasuredTier(name, tier)
+        parts.append(SetParts(tiers, block_io(memory), block_bytes[number], one.reach))
     store = KvStore(
-        list(tiers.values()),
+        parts,
         PeerClient(kv, identity, settings.handoff),
-        block_io(kv),
-        StoreContext(
-            fingerprint, layout.block_tokens, layout.block_bytes, kv.blocks.is_cuda, prefill_tokens_per_s, wake
-        ),
+        StoreContext(fingerprint, kv.layout.block_tokens, kv.like.is_cuda, prefill_tokens_per_s, wake),
         events,
     )
     return store
+
+
+def _set_tiers(
+    settings: StoreSettings,
+    one: KvSet,
+    fingerprint: str,
+    suffix: str,
+    share: float,
+    on_evicted: Callable[[str, Sequence[BlockKey]], None],
+    on_forgotten: Callable[[MeasuredTier, Sequence[BlockKey]], None],
+) -> list[MeasuredTier]:
+    """Return the tiers of one KV set. `suffix` distinguishes their fingerprint and names from those of the first set."""
+    tiers: dict[str, MeasuredTier] = {}
+
+    def add(name: str) -> None:
+        context = TierContext(
+            fingerprint + suffix,
+            one.layout,
+            lambda keys: on_evicted(name, keys),
+            lambda keys: on_forgotten(tiers[name], keys),
+            HEADROOM_BYTES,
+            share=share,
+        )
+        tier = build_tier(name, settings, context)
+        if tier is not None:
+            tiers[name] = MeasuredTier(name + suffix, tier)
+
+    for name in tier_names():
+        add(name)
+    return list(tiers.values())
+
+
+def _ignore(tier: str, keys: Sequence[BlockKey]) -> None:
+    """The other KV sets report no events: their blocks have the keys of the first set."""

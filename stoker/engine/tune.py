@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from stoker.base.errors import ConfigError
-from stoker.engine.build import read_hf_config
+from stoker.engine.model_identity import read_hf_config
 from stoker.kernels.dispatch import overlaps
 from stoker.kernels.tile_choice import KERNEL, is_library_faster, numbers_of, skinny_tile
 from stoker.kernels.tile_model import SkinnyTile

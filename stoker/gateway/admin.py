@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from stoker.base.errors import ConfigError, InvalidRequest, NotFound
+from stoker.base.errors import ConfigError, InvalidRequest, NotFound, Overloaded
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.base.settings import from_table
@@ -23,6 +23,9 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
+from stoker.gateway.store.audit import AUDIT_TABLES, audit, last_audits
+from stoker.gateway.store.store import StoreRefused
+from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
@@ -39,6 +42,8 @@ from stoker.proto.admin_api import (
 from stoker.routing.router import Router
 
 _MAX_ROUTES = 1000
+_AUDIT_PATH = b"/admin/audit"
+_AUDIT_BYTES = 512
 _NO_TOKEN = "Admin requests need the admin token: send it as `Authorization: Bearer TOKEN`."
 
 log = EventLog("admin")
@@ -61,9 +66,13 @@ class AdminView:
 class AdminEndpoint:
     """Handles all paths below /admin/."""
 
-    def __init__(self, token: AdminToken, view: AdminView) -> None:
+    def __init__(self, token: AdminToken, view: AdminView, store: StoreThreads | None = None) -> None:
+        """Without a store, changes are only logged."""
         self._token = token
         self._view = view
+        self._store = store
+        if store is not None:
+            store.store.declare(AUDIT_TABLES)
         self._routes: dict[tuple[bytes, bytes], Callable[[EndpointRequest, dict[str, str]], Any]] = {
             (b"GET", ADMIN_STATUS_PATH.encode()): self._status,
             (b"GET", ADMIN_FLEET_PATH.encode()): self._fleet,
@@ -71,6 +80,7 @@ class AdminEndpoint:
             (b"GET", b"/admin/ledger"): self._ledger,
             (b"GET", b"/admin/queues"): self._queues,
             (b"GET", ADMIN_MISSES_PATH.encode()): self._misses,
+            (b"GET", _AUDIT_PATH): self._no_audit,
             (b"POST", b"/admin/drain"): self._drain,
             (b"POST", b"/admin/undrain"): self._undrain,
             (b"POST", b"/admin/workers"): self._add_worker,
@@ -90,7 +100,24 @@ class AdminEndpoint:
                 return error_reply(404, f"No such path: {request.path.decode('latin-1')}.", code="unknown_url")
             return method_not_allowed(request.path, request.method, allowed)
         query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
-        return json_reply(handler(request, query))
+        if request.path == _AUDIT_PATH and self._store is not None:
+            count = _count(query, 100)
+            return json_reply({"audit": await self._store.read(lambda reader: last_audits(reader, count))})
+        answer = handler(request, query)
+        if request.method != b"GET":
+            await self._audit(request, query)
+        return json_reply(answer)
+
+    async def _audit(self, request: EndpointRequest, query: dict[str, str]) -> None:
+        """Write the change to the audit log. It has taken effect, so a store that is not available cannot refuse it."""
+        if self._store is None:
+            return
+        action = f"{request.method.decode()} {request.path.decode('latin-1')}"
+        target = query.get("worker", "") or request.body[:_AUDIT_BYTES].decode("utf-8", "replace")
+        try:
+            await self._store.write(lambda changes: audit(changes, "admin", action, target))
+        except (Overloaded, StoreRefused) as error:
+            log.error("audit_not_written", action=action, target=target, reason=error.message)
 
     # ---- reading
 
@@ -114,6 +141,9 @@ class AdminEndpoint:
             "admitted": {"requests": admission.num_in_flight, "prefill_tokens": admission.tokens_in_flight},
             "waiting": admission.num_waiting,
         }
+
+    def _no_audit(self, request: EndpointRequest, query: dict[str, str]) -> None:
+        raise NotFound("There is no audit log: the gateway was started with --store none.")
 
     def _queues(self, request: EndpointRequest, query: dict[str, str]) -> dict[str, Any]:
         return {"queues": self._view.admission.describe()}

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import secrets
 import socket
 import ssl
 import sys
@@ -25,11 +28,16 @@ from stoker.fleet.lost_blocks import LostBlocks
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
+from stoker.gateway.admission.budgets import spent_names
 from stoker.gateway.admission.capacity import Capacities
+from stoker.gateway.admission.flex import FlexGate
+from stoker.gateway.admission.key_watch import KeyWatch, NoKeyWatch
+from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
+from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
-from stoker.gateway.gauges import add_gauges, add_store_gauges
+from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
@@ -46,11 +54,13 @@ from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.stable_json import StableJson
+from stoker.gateway.process_supervisor import shared_listener
+from stoker.gateway.processes import GroupEndpoint, GroupMetrics, ProcessGroup
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
-from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.request_log import NoRequestLog, RequestLog
+from stoker.gateway.records.retention import Retention
 from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.records.usage_row import UsageRow
@@ -58,11 +68,13 @@ from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.store.watched import WatchedStore
+from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.admin_api import GatewayStatus
 from stoker.proto.cors import CorsRules
+from stoker.proto.signed_http import RequestSigner
 from stoker.routing.router import PrefixIndexes, Router
 
 _CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
@@ -85,9 +97,14 @@ class GatewayServer:
     membership: Membership
     proxy: Proxy
     key_makers: PrefixKeyMakers
-    store: WatchedStore | None
+    group: ProcessGroup
+    keys: ApiKeys
+    store: StoreThreads | None
     gateway: Gateway
     objects: TenantObjects | NoObjects
+    key_watch: KeyWatch | NoKeyWatch
+    leases: LimitLeases | NoLeases
+    retention: Retention
     meter: Meter | NoMeter
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
@@ -112,12 +129,19 @@ class GatewayServer:
             log.warning("few_open_files", allowed=allowed, wanted=needed, hint="raise `ulimit -Hn`")
         for spec in self.config.worker_specs():
             self.membership.add(spec)
+        self.key_watch.start()
+        self.retention.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
         self.objects.open(self.gateway.generate)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
+        if self.config.process_ports:
+            await self.server.listen(
+                "", 0, sock=shared_listener("127.0.0.1", self.config.process_ports[self.config.process])
+            )
 
     def begin_drain(self) -> None:
         self.state.begin_drain()
+        self.objects.begin_drain()
 
     async def wait_idle(self) -> None:
         await self.state.wait_idle()
@@ -127,18 +151,23 @@ class GatewayServer:
         await self.server.close(_CLOSE_GRACE_S)
         await self.objects.close()
         await self.membership.close()
+        await self.key_watch.close()
+        await self.retention.close()
         await self.proxy.close()
+        await self.leases.close()
+        self.group.close()
         self.key_makers.close()
         await asyncio.to_thread(self.tracing.close)
         await asyncio.to_thread(self.request_log.close)
         await asyncio.to_thread(self.meter.close)
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
+            await asyncio.to_thread(self.store.store.close)
 
 
 def build_gateway(config: GatewayConfig) -> GatewayServer:
     """Create all components of a gateway. Opens the store, but no sockets of its own."""
-    clock = time.monotonic
+    clock, name = time.monotonic, gateway_name()
     admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
     metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
     secret = read_fleet_secret(config.secret_file, "--secret-file")
@@ -168,24 +197,34 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
+        other_work=OtherWork(load_book, name),
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
     membership = Membership(fleet, load_book, watchers, upstreams, clock)
     location = config.store_location
     store = None if location is None else location.open()
+    prices = PriceList(config.price)
+    meter = _meter(config, location, store, prices, keys)
     threads = None if store is None else StoreThreads(store)
-    meter = _meter(config, location, store)
+    key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads)
+    leases = NoLeases() if threads is None else LimitLeases(threads, meter.identity, clock)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
-    admission = _admission(config, fleet, state, meter, clock)
+    admission = _admission(config, fleet, state, meter, clock, leases, prices)
+    flex = _flex(config, fleet, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
+    group = ProcessGroup(
+        config.process,
+        config.process_ports,
+        [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
+    )
     aliases = ModelAliases({one.name: one.model for one in config.alias})
-    objects = _objects(config, threads, keys, partial(requested_model, fleet=fleet, aliases=aliases))
+    objects = _objects(config, threads, keys, name, partial(requested_model, fleet=fleet, aliases=aliases))
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -194,16 +233,19 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             proxy=proxy,
             keys=keys,
             admission=admission,
+            flex=flex,
             key_makers=key_makers,
             meter=meter,
             request_log=request_log,
             metrics=metrics,
             tracing=tracing,
             state=state,
-            admin=AdminEndpoint(admin_token, view),
-            metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
+            admin=GroupEndpoint(AdminEndpoint(admin_token, view, threads), group),
+            metrics_page=GroupMetrics(
+                MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=lambda: not keys.required), group
+            ),
             usage=UsageEndpoint(store, keys, admin_token, currency=config.meter.currency),
-            registration=RegistrationEndpoint(fleet_key, fleet, membership),
+            registration=GroupEndpoint(RegistrationEndpoint(fleet_key, fleet, membership), group),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
             embeddings=EmbeddingsEndpoint(
                 fleet,
@@ -240,23 +282,29 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
+    add_flex_gauges(metrics, flex)
     if store is not None:
         add_store_gauges(metrics, store)
     return GatewayServer(
-        config,
-        server,
-        state,
-        fleet,
-        membership,
-        proxy,
-        key_makers,
-        store,
-        gateway,
-        objects,
-        meter,
-        request_log,
-        tracing,
-        tls,
+        config=config,
+        server=server,
+        state=state,
+        fleet=fleet,
+        membership=membership,
+        proxy=proxy,
+        key_makers=key_makers,
+        group=group,
+        keys=keys,
+        store=threads,
+        gateway=gateway,
+        objects=objects,
+        key_watch=key_watch,
+        leases=leases,
+        retention=Retention(threads, config.meter.keep_days),
+        meter=meter,
+        request_log=request_log,
+        tracing=tracing,
+        tls=tls,
     )
 
 
@@ -271,27 +319,75 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
 
 
+def _flex(config: GatewayConfig, fleet: Fleet, clock: Callable[[], float]) -> FlexGate:
+    capacities = Capacities(fleet, config.admission)
+
+    def num_workers(lane: str) -> int:
+        return len(fleet.models().get(lane, ()))
+
+    return FlexGate(
+        config.flex, lane=lambda model: capacities.lane(model, clock()), num_workers=num_workers, clock=clock
+    )
+
+
 def _objects(
-    config: GatewayConfig, threads: StoreThreads | None, keys: ApiKeys, model_of: Callable[[str | None], str]
+    config: GatewayConfig,
+    threads: StoreThreads | None,
+    keys: ApiKeys,
+    name: str,
+    model_of: Callable[[str | None], str],
 ) -> TenantObjects | NoObjects:
     if threads is None:
         return NoObjects()
     max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
-    return TenantObjects(threads, keys, config.responses, max_body_bytes=max_body_bytes, model_of=model_of)
+    return TenantObjects(
+        threads, keys, config.responses, config.batch, name=name, max_body_bytes=max_body_bytes, model_of=model_of
+    )
 
 
-def _meter(config: GatewayConfig, location: StoreLocation | None, store: Store | None) -> Meter | NoMeter:
+def gateway_name() -> str:
+    """Return a name for this process that no other gateway has."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+    return f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
+
+
+def _meter(
+    config: GatewayConfig,
+    location: StoreLocation | None,
+    store: Store | None,
+    prices: PriceList,
+    keys: ApiKeys,
+) -> Meter | NoMeter:
     if location is None or store is None:
         return NoMeter()
-    return Meter(store, location.slots_path, config.meter, PriceList(config.price))
+    return Meter(store, location.slots_path, config.meter, prices, partial(_budgets_of, keys))
+
+
+def _budgets_of(keys: ApiKeys, row: UsageRow) -> list[str]:
+    key = keys.settings_of(row.key_id)
+    return [] if key is None else spent_names(key, row.session, row.time_s)
 
 
 def _admission(
-    config: GatewayConfig, fleet: Fleet, state: GatewayState, meter: Meter | NoMeter, clock: Callable[[], float]
+    config: GatewayConfig,
+    fleet: Fleet,
+    state: GatewayState,
+    meter: Meter | NoMeter,
+    clock: Callable[[], float],
+    leases: LimitLeases | NoLeases,
+    prices: PriceList,
 ) -> Admission:
     capacities = Capacities(fleet, config.admission)
     gate = partial(_refusal, state, meter)
-    return Admission(config.admission, capacities.capacity, clock=clock, lane=capacities.lane, gate=gate)
+    return Admission(
+        config.admission,
+        capacities.capacity,
+        clock=clock,
+        lane=capacities.lane,
+        gate=gate,
+        leases=leases,
+        price=prices.price,
+    )
 
 
 def _status(
@@ -307,6 +403,8 @@ def _status(
     return GatewayStatus(
         version=stoker.__version__,
         uptime_s=round(clock() - started_s, 1),
+        process=config.process,
+        processes=max(1, len(config.process_ports)),
         draining=state.draining,
         running_requests=state.num_running,
         waiting_requests=admission.num_waiting,

@@ -96,6 +96,14 @@ class ListenSettings:
         metavar="ORIGIN",
         default_text="none",
     )
+    processes: int = setting(
+        1,
+        "Number of gateway processes that share the port. Each uses one core. They share a store, and with it the limits of "
+        "keys.",
+        flag="--processes",
+        ge=1,
+        le=64,
+    )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
     )
@@ -293,6 +301,13 @@ class MeterSettings:
         unit="tokens",
         ge=0,
     )
+    keep_days: float | None = setting(
+        None,
+        "How long usage rows, audit entries and the spending of sessions are kept. Sums of hours and days stay.",
+        unit="days",
+        gt=0,
+        default_text="forever",
+    )
     currency: str = setting("USD", "Currency of the prices, as shown by /v1/usage.")
 
     def __post_init__(self) -> None:
@@ -328,6 +343,52 @@ class ResponsesSettings:
 
     def __post_init__(self) -> None:
         check_settings(self, "responses")
+
+
+@dataclass(frozen=True, slots=True)
+class FlexSettings:
+    """Flex requests and the lines of batches, which use only idle capacity."""
+
+    concurrency: int = setting(8, "Maximum flex requests that run at a time, for each worker.", ge=1)
+    idle_requests: int = setting(
+        0,
+        "A model is idle for flex requests while it has at most this many interactive requests for each worker. More of them"
+        " than 0 make batches faster and interactive requests slower.",
+        ge=0,
+    )
+    quiet_s: float = setting(
+        0.5, "How long a model must have been idle before flex requests begin to run.", unit="s", ge=0
+    )
+    wait_s: float = setting(30.0, "Maximum wait of a flex request for idle capacity.", unit="s", gt=0)
+    max_waiting: int = setting(4096, "Maximum flex requests of a model that wait.", ge=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "flex")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """The Files and Batch API. They need a store."""
+
+    max_lines: int = setting(50_000, "Maximum requests in one batch.", ge=1)
+    max_batches: int = setting(32, "Maximum batches of an API key that have not ended.", ge=1)
+    max_tenant_mib: float = setting(4096.0, "Maximum size of a tenant's files, compressed.", unit="MiB", gt=0)
+    retention_s: float = setting(
+        30 * 86_400.0,
+        "How long a file or an ended batch is kept, unless a file's expires_after says less.",
+        unit="s",
+        gt=0,
+    )
+    running: int = setting(64, "Maximum lines of all batches that a gateway works on at a time.", ge=1)
+    insist_after: int = setting(
+        10,
+        "A line that interactive requests have preempted this often is not preempted again. Only one line at a time insists.",
+        ge=1,
+    )
+    poll_s: float = setting(1.0, "How often a gateway looks for batches to work on.", unit="s", gt=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,13 +447,13 @@ class TenantSettings:
 
 @dataclass(frozen=True, slots=True)
 class KeySettings:
-    """An API key and its limits. `stoker gateway --new-key NAME` creates one."""
+    """An API key and its limits. `stoker keys create NAME --print` prints one; `stoker keys create NAME` puts it in the store."""
 
     name: str = required("Name of the key.", pattern=_NAME, expected=_NAME_EXPECTED)
     sha256: str = required(
         "SHA-256 hash of the key.",
         pattern="[0-9a-f]{64}",
-        expected="64 lower-case hex digits, as `stoker gateway --new-key NAME` prints them",
+        expected="64 lower-case hex digits, as `stoker keys create NAME --print` prints them",
     )
     tenant: str = setting("default", "Tenant that the key belongs to.", pattern=_NAME, expected=_NAME_EXPECTED)
     priority: int = setting(0, "Best priority that a request with this key may ask for. Lower numbers run first.")
@@ -401,6 +462,19 @@ class KeySettings:
         None, "Maximum uncached prompt tokens and generated tokens per minute.", gt=0, default_text="no limit"
     )
     concurrency: int | None = setting(None, "Maximum requests at the same time.", ge=1, default_text="no limit")
+    budget: float | None = setting(
+        None,
+        "Maximum cost of all requests in a period, in the currency of the prices.",
+        gt=0,
+        le=1e9,
+        default_text="no limit",
+    )
+    budget_period: str = setting(
+        "total", "The period of the budget, in UTC. `total` never ends.", choices=("total", "day", "month")
+    )
+    session_budget: float | None = setting(
+        None, "Maximum cost of all requests of one session.", gt=0, le=1e9, default_text="no limit"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "key")
@@ -432,6 +506,8 @@ class GatewayConfig:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     meter: MeterSettings = field(default_factory=MeterSettings)
     responses: ResponsesSettings = field(default_factory=ResponsesSettings)
+    flex: FlexSettings = field(default_factory=FlexSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
@@ -447,6 +523,8 @@ class GatewayConfig:
         default_text="store.db in the state folder, ~/.local/state/stoker",
         renamed_from=("--ledger",),
     )
+    process: int = 0  # the number of this process among `listen.processes`
+    process_ports: tuple[int, ...] = ()  # the processes' own ports on 127.0.0.1, if there are several
     state_dir: Path | None = None  # this machine's folder for state; None: without `store` there is no store
     admin_token_file: Path | None = setting(
         None,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook, WorkerLoad
 from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.http import Server
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.records.meter import Meter, NoMeter
@@ -66,6 +67,18 @@ def add_gauges(
         name("index_blocks"),
         "Prefix keys in the index",
         lambda: (((("model", model),), float(len(index))) for model, index in indexes.items()),
+    )
+
+
+def add_flex_gauges(metrics: GatewayMetrics, flex: FlexGate) -> None:
+    name = "stoker_gateway_{}".format
+    metrics.gauge(name("flex_running"), "Flex requests that run", lambda: flex.num_running)
+    metrics.gauge(name("flex_waiting"), "Flex requests that wait for idle capacity", lambda: flex.num_waiting)
+    metrics.gauge(
+        name("flex_preempted_total"),
+        "Lines of batches that were cancelled for an interactive request",
+        lambda: flex.num_preempted,
+        kind="counter",
     )
 
 

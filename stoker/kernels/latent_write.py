@@ -74,12 +74,12 @@ def _latent_write(
                 )
             found = found.to(pages.dtype.element_ty)
             left, right = left.to(pages.dtype.element_ty), right.to(pages.dtype.element_ty)
-        is_there = position >= 0
-        slot = tl.load(slots + token, mask=is_there, other=0).to(tl.int64)
+        slot = tl.load(slots + token).to(tl.int64)
         place = pages + slot * (LATENT + ROPE)
-        tl.store(place + value, found, mask=inside & is_there)
-        tl.store(place + LATENT + column, left, mask=is_there)
-        tl.store(place + LATENT + ROPE // 2 + column, right, mask=is_there)
+        if position >= 0:
+            tl.store(place + value, found, mask=inside)
+            tl.store(place + LATENT + column, left)
+            tl.store(place + LATENT + ROPE // 2 + column, right)
         entry = entries + token * (LATENT + ROPE)
         tl.store(entry + value, found.to(entries.dtype.element_ty), mask=inside)
         tl.store(entry + LATENT + column, left.to(entries.dtype.element_ty))

@@ -103,8 +103,9 @@ def _attend_ref(query: Tensor, pages: Tensor, group: SpanGroup | RowGroup, shape
     """[tokens, heads, width] -> [tokens, heads, latent]"""
     width, latent = shape.width, shape.latent
     if isinstance(group, RowGroup):
-        keys = pages.view(-1, width)
-        if group.gathered is not None:
+        if group.gathered is None:
+            keys = pages.view(-1, width)
+        else:
             assert group.dtype is not None
             keys = kv_read(pages, _key_pages(group.gathered), width, group.dtype).view(-1, width)
             query = query.to(group.dtype)
@@ -209,7 +210,8 @@ def _attend_latent(
     token = first + place_in_piece
     position = tl.load(positions + token).to(tl.int32)
     row = tl.arange(0, ROWS)
-    is_row = ((row < SHARED) & (position >= 0))[:, None]
+    is_mine = (row < SHARED) & (row * 0 + position >= 0)
+    is_row = is_mine[:, None]
     column, turned_column = tl.arange(0, LATENT), tl.arange(0, ROPE)
     head = (token * TILES + tile) * SHARED + row
     place = q + head[:, None] * LATENT + column[None, :]
@@ -242,7 +244,7 @@ def _attend_latent(
         found = tl.dot(weight.to(latents.dtype), latents, found * fade[:, None], input_precision="ieee")
         largest = new_largest
     total = tl.where(total == 0.0, 1.0, total)  # a part may have no key that the token sees
-    largest = tl.where((row < SHARED) & (position >= 0), largest, 0.0)
+    largest = tl.where(is_mine, largest, 0.0)
     found = found / total[:, None]
     if num_parts == 1:
         tl.store(place, found.to(q.dtype.element_ty), mask=is_row)

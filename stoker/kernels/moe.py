@@ -24,7 +24,7 @@ from torch import Tensor
 from stoker.kernels.cpu_rows import exact_matmul
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe_choice import Router, choose_ref
+from stoker.kernels.moe_choice import ExpertRouter, choose_ref
 from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
 from stoker.kernels.moe_gate import SILU, Gate
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
@@ -39,24 +39,33 @@ from stoker.kernels.quant import QuantWeight, dequantise_ref
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer. With `exact`, a token's result does not depend on the other tokens of a step."""
+    """The experts of a layer. With `exact`, a token's result does not depend on the other tokens of a step. A rank may hold
+    some of the experts; `partial` says that another rank adds the input."""
 
-    router: Router
+    router: ExpertRouter
     gate_up: Tensor | QuantWeight
     down: Tensor | QuantWeight
     granule: int
     exact: bool = False
     gate: Gate = SILU
     down_bias: Tensor | None = None  # [experts, hidden]
+    first: int = 0  # the first expert that this rank holds
+    partial: bool = False
+
+    @property
+    def num_held(self) -> int:
+        """The experts of this rank."""
+        return len(self.gate_up) if isinstance(self.gate_up, Tensor) else self.gate_up.shape[0] // (2 * self.granule)
 
 
 def to_kernel_layout(
-    router: Router, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False, gate: Gate = SILU,
-    down_bias: Tensor | None = None,
+    router: ExpertRouter, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False, gate: Gate = SILU,
+    down_bias: Tensor | None = None, held: range | None = None, partial: bool = False,
 ) -> Experts:  # fmt: skip
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
-    expert all of gate, then all of up. They are consumed."""
-    num_experts = len(router)
+    expert all of gate, then all of up. They are consumed. `held` are the experts of this rank, by default all."""
+    held = held or range(len(router))
+    num_experts = len(held)
     granule = gate_up.shape[0] // num_experts // 2
     if isinstance(gate_up, Tensor):
         gate_up = gate_up.view(num_experts, -1, gate_up.shape[1])
@@ -65,7 +74,7 @@ def to_kernel_layout(
             interleave_gate_up(gate_up, granule)
     if isinstance(down, Tensor):
         down = down.view(num_experts, -1, down.shape[1])
-    return Experts(router, gate_up, down, granule, exact, gate, down_bias)
+    return Experts(router, gate_up, down, granule, exact, gate, down_bias, held.start, partial)
 
 
 def interleave_gate_up(gate_up: Tensor, granule: int) -> None:
@@ -84,7 +93,7 @@ def plain_ref(weight: Tensor | QuantWeight, num_experts: int, dtype: torch.dtype
 def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     """Run expert after expert over the tokens that chose it."""
     router = experts.router
-    gate_up, down = (plain_ref(weight, len(router), x.dtype) for weight in (experts.gate_up, experts.down))
+    gate_up, down = (plain_ref(weight, experts.num_held, x.dtype) for weight in (experts.gate_up, experts.down))
     matmul = exact_matmul if experts.exact and x.device.type == "cpu" else torch.nn.functional.linear
     normed = rms_norm_ref(x, norm.weight, norm.eps)
     weights, chosen = choose_ref(matmul(normed, router.weight), router)
@@ -93,28 +102,31 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
         normed, weights = normed * weights, torch.ones_like(weights)
     order = chosen.flatten().argsort(stable=True)
     counts = chosen.flatten().bincount(minlength=len(router)).tolist()
-    outputs = x.new_empty(len(order), x.shape[1])
+    outputs = x.new_zeros(len(order), x.shape[1])
     first = 0
     for expert, count in enumerate(counts):
-        if count:
+        held = expert - experts.first
+        if count and 0 <= held < experts.num_held:
             pairs = order[first : first + count]
-            both = matmul(normed[pairs // top_k], gate_up[expert])
+            both = matmul(normed[pairs // top_k], gate_up[held])
             both = both.view(count, -1, 2, experts.granule).transpose(1, 2).reshape(count, -1)
-            outputs[pairs] = matmul(experts.gate.of_expert(both, expert), down[expert])
+            outputs[pairs] = matmul(experts.gate.of_expert(both, held), down[held])
             if experts.down_bias is not None:
-                outputs[pairs] += experts.down_bias[expert]
-            first += count
+                outputs[pairs] += experts.down_bias[held]
+        first += count
     total = (outputs.view(len(x), top_k, -1) * weights[:, :, None]).sum(1)
-    return x.add_(total)
+    return x.copy_(total) if experts.partial else x.add_(total)
 
 
 def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     tile, router = exact_router_tile(len(x), x.element_size()) if experts.exact else None, experts.router
     logits, counts = router_logits(x, norm.weight, router.weight, tile)
     if len(x) <= MAX_TOKENS and not experts.exact:
-        return _down_few(x, _gate_up_few(x, norm, logits, experts), experts)
+        chosen = _gate_up_few(x, norm, logits, experts)
+        return _down_few(x.zero_() if experts.partial else x, chosen, experts)
     lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, router)
-    return combine(x, _down(lists, _gate_up(lists, experts), experts), lists.weights)
+    outputs = _down(lists, _gate_up(lists, experts), experts)
+    return combine(x.zero_() if experts.partial else x, outputs, lists.weights)
 
 
 def _gate_up_few(x: Tensor, norm: Norm, logits: Tensor, experts: Experts) -> Chosen:

@@ -46,7 +46,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """The router of a layer. `bias` and `correction` are there if the routing has them."""
 
     weight: Tensor  # [experts, hidden]
@@ -82,13 +82,14 @@ def _constants(routing: Routing, num_experts: int) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def choose_ref(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+def choose_ref(logits: Tensor, router: ExpertRouter) -> tuple[Tensor, Tensor]:
     """[tokens, experts] -> weights and indices of the chosen experts, [tokens, top_k] each."""
     routing = router.routing
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if router.bias is not None:
         wide = wide + router.bias.to(wide.dtype)
-    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
+    # In float64 and rounded: on a CPU, the last bits of a sigmoid depend on its place in memory.
+    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.double().sigmoid().to(wide.dtype)
     values = scores if router.correction is None else scores + router.correction.to(wide.dtype)
     if routing.num_groups > 1:
         members = values.unflatten(-1, (routing.num_groups, -1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_choice import Router, Routing, choice_keys, index_of, logits_of, row_scale, shares
+from stoker.kernels.moe_choice import ExpertRouter, Routing, choice_keys, index_of, logits_of, row_scale, shares
 from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_tile_model import ExpertTile, few_tile
 
@@ -191,7 +191,7 @@ def _down(
 
 
 def gate_up_few(
-    x: Tensor, norm: Tensor, eps: float, logits: Tensor, router: Router, gate_up: Tensor, granule: int,
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, router: ExpertRouter, gate_up: Tensor, granule: int,
     tile: ExpertTile | None = None, gate: Gate = SILU,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_choice import Router, row_scale
+from stoker.kernels.moe_choice import ExpertRouter, row_scale
 from stoker.kernels.moe_few import Chosen, choose, put_choice, share_of, weighted
 from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_tile_model import ExpertTile, few_tile
@@ -179,7 +179,7 @@ def _of_weight(weight: QuantWeight, tile: ExpertTile) -> dict[str, int]:
 
 
 def quant_gate_up_few(
-    x: Tensor, norm: Tensor, eps: float, logits: Tensor, router: Router, gate_up: QuantWeight,
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, router: ExpertRouter, gate_up: QuantWeight,
     tile: ExpertTile | None = None, gate: Gate = SILU,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()

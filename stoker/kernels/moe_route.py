@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
-from stoker.kernels.moe_choice import Router, choice_keys, index_of, logits_of, shares
+from stoker.kernels.moe_choice import ExpertRouter, choice_keys, index_of, logits_of, shares
 from stoker.kernels.moe_tile_model import RouterTile, list_warps, router_tile
 
 # Each expert's counter has a cache line of its own: thousands of tokens count at the same time.
@@ -141,7 +141,7 @@ def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: RouterTile | No
     return logits, counts
 
 
-def list_by_expert(x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: Tensor, router: Router) -> Lists:
+def list_by_expert(x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: Tensor, router: ExpertRouter) -> Lists:
     (num_tokens, num_parts, num_experts), hidden, top_k = logits.shape, x.shape[1], router.routing.top_k
     normed = torch.empty_like(x)
     weights = logits.new_empty(num_tokens, top_k)

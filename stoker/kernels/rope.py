@@ -10,11 +10,18 @@ from torch import Tensor
 def rope_tables(
     inverse_frequencies: Tensor, num_positions: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin for every position, times `scale` where the frequency is not 0. sin carries the sign of the
+    """Return cos and sin for every position."""
+    positions = torch.arange(num_positions, device=inverse_frequencies.device)
+    return rope_angles(inverse_frequencies, positions, scale, dtype)
+
+
+def rope_angles(
+    inverse_frequencies: Tensor, positions: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin for these positions, times `scale` where the frequency is not 0. sin carries the sign of the
     rotated half, so that applying it takes two multiplications."""
-    positions = torch.arange(num_positions, dtype=torch.float64, device=inverse_frequencies.device)
     frequencies = inverse_frequencies.double()
-    angles = torch.outer(positions, frequencies)
+    angles = torch.outer(positions.double(), frequencies)
     cos, sin = (
         angles.cos() * torch.full_like(frequencies, scale).masked_fill_(frequencies == 0, 1.0),
         angles.sin() * scale,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from stoker.base.errors import ConfigError
 from stoker.kernels.attention import paged_attention
 from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.cpu_int8 import Int8Kernel
@@ -19,6 +20,7 @@ from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import StoredAs
 from stoker.layers.rope import half_order
+from stoker.parallel.shard import Shard
 
 
 class QkNorm(Enum):
@@ -44,6 +46,7 @@ class AttentionConfig:
     out_bias: bool | None = None  # of the output projection; None: as `bias`
     rotates: bool = True  # False: the layer has no rotary embedding
     temperature: Temperature | None = None
+    partial: bool = False  # another rank adds the residual and the bias of the output
 
     @property
     def has_norm_weights(self) -> bool:
@@ -58,6 +61,16 @@ class AttentionConfig:
         """Build the attention of the layer `name`. `in_features` is the width of the input, by default `hidden_size`,
         which is that of the output."""
         return Attention(self, hidden_size, in_features or hidden_size, stored, name)
+
+    def sharded(self, shard: Shard) -> AttentionConfig:
+        """Return the attention of a rank: some of the heads."""
+        if self.has_norm_weights and self.qk_norm is QkNorm.ALL and shard.tp > 1:
+            raise ConfigError(
+                f"tp={shard.tp}: the norm of q and k covers all heads, which ranks cannot split; use --pp"
+            )
+        heads, kv_heads = shard.heads(self.num_heads, self.num_kv_heads)
+        sizes = (self.num_heads // heads.of, self.num_kv_heads // kv_heads.of)
+        return replace(self, num_heads=sizes[0], num_kv_heads=sizes[1], partial=shard.is_partial)
 
     def active_weights(self, hidden_size: int) -> int:
         """Number of weights in the matmuls that one token passes through."""
@@ -77,7 +90,14 @@ class Attention(nn.Module):
         parts, blocks = (num_heads * head_dim, kv_size, kv_size), (1, 1, block or 1)
         self.qkv = Linear(in_features, parts, config.bias, stored(f"{name}.qkv"), out_blocks=blocks)
         out_bias = config.bias if config.out_bias is None else config.out_bias
-        self.out = Linear(num_heads * head_dim, hidden_size, out_bias, stored(f"{name}.out"), rotated_block=block)
+        self.out = Linear(
+            num_heads * head_dim,
+            hidden_size,
+            out_bias and not config.partial,
+            stored(f"{name}.out"),
+            rotated_block=block,
+            partial=config.partial,
+        )
         self._qk_norm_eps = eps = config.qk_norm_eps
         self._qk_norm, self._rotates, self._temperature = config.qk_norm, config.rotates, config.temperature
         self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if config.sinks else None

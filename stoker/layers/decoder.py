@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from stoker.kernels.attention_grid import GridSpans
@@ -23,13 +24,16 @@ from stoker.layers.norm import RMSNorm
 from stoker.layers.packing import pack_layers
 from stoker.layers.quant import PLAIN, Stored, StoredAs
 from stoker.layers.rope import Rope, RopeConfig
+from stoker.parallel.mesh import ALONE, Mesh
+from stoker.parallel.shard import WHOLE, Shard
 
 
 class PartModule(Protocol):
     """The attention or the MLP of a layer, an nn.Module.
 
     Attention is called with (x, norm, where, layer, positions, cos, sin), an MLP with (x, norm). Both return x plus
-    their output for norm(x), and may reuse the memory of x.
+    their output for norm(x), and may reuse the memory of x. On a rank whose configuration is `partial`, they return this
+    rank's part of the output alone: another rank adds x, and the mesh adds up the parts.
     """
 
     def __call__(self, *inputs: Any) -> Tensor: ...
@@ -45,6 +49,9 @@ class PartConfig(Protocol):
     def build(self, hidden_size: int, stored: StoredAs, name: str) -> PartModule:
         """Build the part `name` of the model on torch's default device. It is an nn.Module."""
 
+    def sharded(self, shard: Shard) -> PartConfig:
+        """Return a rank's part of it. Raises ConfigError if it cannot be split like this."""
+
     def active_weights(self, hidden_size: int) -> int:
         """Number of weights in the matmuls that one token passes through."""
 
@@ -56,6 +63,9 @@ class LayerConfig:
     attention: PartConfig
     mlp: PartConfig
     group: int = 0
+
+    def sharded(self, shard: Shard) -> LayerConfig:
+        return replace(self, attention=self.attention.sharded(shard), mlp=self.mlp.sharded(shard))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,17 @@ class DecoderConfig:
     tie_embeddings: bool
     # how weights that are not plain are stored, by the name of their matmul
     stored: Mapping[str, Stored] = field(default_factory=dict)
+    shard: Shard = WHOLE  # what `layers` are of the model
+
+    def sharded(self, shard: Shard) -> DecoderConfig:
+        """Return a rank's part of the whole model."""
+        numbers = shard.layers_of(len(self.layers))
+        return replace(self, layers=tuple(self.layers[i].sharded(shard) for i in numbers), shard=shard)
+
+    @property
+    def first_layer(self) -> int:
+        """The number that the first of `layers` has in the model."""
+        return 0 if self.shard.layers is None else self.shard.layers.start
 
     def stored_as(self, matmul: str) -> Stored:
         return self.stored.get(matmul, PLAIN)
@@ -84,18 +105,19 @@ class DecoderConfig:
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, number: int) -> None:
         super().__init__()
-        layer, name = config.layers[number], f"layers.{number}"
+        layer, name = config.layers[number], f"layers.{config.first_layer + number}"
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = layer.attention.build(config.hidden_size, config.stored_as, f"{name}.attention")
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = layer.mlp.build(config.hidden_size, config.stored_as, f"{name}.mlp")
+        self.mesh: Mesh = ALONE
 
     def forward(self, x: Tensor, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Run the layer. `layer` counts within the KV group."""
         if isinstance(where.spans, GridSpans):
             return self.int8.run(x, where, where.spans, layer, cos, sin)
-        x = self.attention(x, self.attention_norm, where, layer, positions, cos, sin)
-        return self.mlp(x, self.mlp_norm)
+        x = self.mesh.combine(self.attention(x, self.attention_norm, where, layer, positions, cos, sin))
+        return self.mesh.combine(self.mlp(x, self.mlp_norm))
 
     @property
     def width(self) -> int:
@@ -112,7 +134,7 @@ class DecoderLayer(nn.Module):
 
         def matmul(linear: Linear) -> Int8Matmul:
             assert linear.int8_weight is not None
-            return Int8Matmul(linear.int8_weight, linear.bias)
+            return Int8Matmul(linear.int8_weight, linear.bias, linear.is_partial)
 
         return Int8Layer(
             self.attention_norm.norm.grid,
@@ -124,31 +146,51 @@ class DecoderLayer(nn.Module):
             matmul(mlp.down),
             attention.num_kv_heads,
             attention.head_dim,
+            self.mesh,
         )
 
 
 class Decoder(nn.Module):
-    """A decoder built on torch's default device and in its default dtype. It is empty until weights are loaded."""
+    """A decoder built on torch's default device and in its default dtype. It is empty until weights are loaded.
+
+    It may be a rank's part of a model (`DecoderConfig.sharded`). Then `join` gives it the other ranks.
+    """
 
     def __init__(self, config: DecoderConfig, num_positions: int) -> None:
         super().__init__()
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.stored_as("embedding"))
+        self._vocab_size, self._hidden_size = config.vocab_size, config.hidden_size
+        self._itemsize = torch.get_default_dtype().itemsize
+        self._mesh: Mesh = ALONE
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(len(config.layers)))
         groups = [layer.group for layer in config.layers]
         # Each layer's KV group, and its number within the group.
         self._places = [(group, groups[:i].count(group)) for i, group in enumerate(groups)]
+        if config.shard.has_ends:
+            self._add_ends(config)
+        self.rope = Rope(config.rope, config.rope_width, num_positions, torch.get_default_device())
+
+    def _add_ends(self, config: DecoderConfig) -> None:
+        """Add the parts before and after the layers, which only the first stage has."""
+        held = config.shard.vocabulary(config.vocab_size)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.stored_as("embedding"), held)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = (
             TiedLinear(self.embedding)
             if config.tie_embeddings
-            else Linear(config.hidden_size, config.vocab_size, stored=config.stored_as("head"))
+            else Linear(config.hidden_size, len(held), stored=config.stored_as("head"))
         )
-        self.rope = Rope(config.rope, config.rope_width, num_positions, self.norm.weight.device)
 
-    def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = ()) -> Tensor:
-        """Return the hidden states [tokens, hidden], the input of the head. Each tap gets those of its layer; taps are
-        ordered by their layers."""
-        x = self.embedding(batch.token_ids)
+    def join(self, mesh: Mesh) -> None:
+        """Give the model the other ranks, before its first step."""
+        self._mesh = mesh
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.mesh = mesh
+
+    def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = (), entering: Tensor | None = None) -> Tensor:
+        """Return the hidden states [tokens, hidden] that leave the last layer. Each tap gets those of its layer; taps are
+        ordered by their layers. `entering` are those of the stage before; None: this is the first stage."""
+        x = self._mesh.combine(self.embedding(batch.token_ids)) if entering is None else entering
         cos, sin = self.rope(batch.positions)
         if isinstance(batch.groups[0].spans, GridSpans):
             cos, sin = cos[:, None], sin[:, None]
@@ -167,16 +209,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
-        return self.head(hidden, self.norm)
+        return self._mesh.gather_logits(self.head(hidden, self.norm), self._vocab_size)
 
     @property
     def bytes_per_token(self) -> int:
         """Upper bound of a forward pass's memory per token, beside weights and KV: the residual stream and a copy of
         it, the rotary angles, and the widest part of a layer."""
-        hidden_size = self.embedding.in_features
+        hidden_size = self._hidden_size
         widest = max(layer.width for layer in self.layers if isinstance(layer, DecoderLayer))
-        angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
-        return (2 * hidden_size + widest) * self.norm.weight.itemsize + angles
+        return (2 * hidden_size + widest) * self._itemsize + self.rope.bytes_per_token
 
     @property
     def has_sinks(self) -> bool:

@@ -11,8 +11,11 @@ from stoker.layers.quant import PLAIN, Grouped, Int8Packing, Ready, Stored, Stor
 
 
 class Embedding(StoredWeight):
-    def __init__(self, vocab_size: int, width: int, stored: Stored = PLAIN) -> None:
-        super().__init__(width, (vocab_size,), stored)
+    """The embeddings of `vocab_size` tokens, or of those of a rank: `held`. Other tokens get zeros there."""
+
+    def __init__(self, vocab_size: int, width: int, stored: Stored = PLAIN, held: range | None = None) -> None:
+        self._held = held if held is not None and len(held) < vocab_size else None
+        super().__init__(width, (vocab_size if self._held is None else len(self._held),), stored)
         self._is_grouped = False
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
@@ -21,6 +24,13 @@ class Embedding(StoredWeight):
             self.ready()
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        if self._held is None:
+            return self._look_up(token_ids)
+        own = token_ids - self._held.start
+        is_held = (own >= 0) & (own < len(self._held))
+        return self._look_up(torch.where(is_held, own, 0)).mul_(is_held[:, None])
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         if not self._is_grouped:
             return torch.nn.functional.embedding(token_ids, self.get_parameter(self._names[0]))
         return dequantise_grouped(*(self.get_parameter(name)[token_ids] for name in self._names))

@@ -15,12 +15,14 @@ from stoker.kernels.attention_grid import GridSpans, grid_attention, grid_rope_w
 from stoker.kernels.cpu_int8 import Int8Weight, NormGrid, int8_linear, int8_norm_linear
 from stoker.kernels.rope_write import HeadNorms
 from stoker.layers.batch import GroupInputs
+from stoker.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Matmul:
     weight: Int8Weight
     bias: Tensor | None
+    is_partial: bool = False  # another rank adds the total of `add_to`
 
     def of_normed(self, x: Tensor, norm: NormGrid) -> Tensor:
         """Return the matmul of norm(x)."""
@@ -29,6 +31,8 @@ class Int8Matmul:
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """Return total + matmul(x). The memory of `total` is reused."""
+        if self.is_partial:
+            total.zero_()
         total.addcmul_(*int8_linear(x, self.weight))
         return total if self.bias is None else total.add_(self.bias)
 
@@ -44,6 +48,7 @@ class Int8Layer:
     down: Int8Matmul
     num_kv_heads: int
     head_dim: int
+    mesh: Mesh
 
     def run(self, x: Tensor, where: GroupInputs, spans: GridSpans, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the residual stream after the layer. The memory of x is reused."""
@@ -52,5 +57,5 @@ class Int8Layer:
         slots = where.kv.slots(layer)
         q = grid_rope_write(heads, cos, sin, slots, where.slots, spans, num_kv_heads, self.head_norms)
         attended = grid_attention(q, slots, spans, num_kv_heads, self.head_dim**-0.5)
-        self.out.add_to(x, attended.view(num_tokens, -1))
-        return self.down.add_to(x, silu_mul(self.gate_up.of_normed(x, self.mlp_norm)))
+        x = self.mesh.combine(self.out.add_to(x, attended.view(num_tokens, -1)))
+        return self.mesh.combine(self.down.add_to(x, silu_mul(self.gate_up.of_normed(x, self.mlp_norm))))

@@ -26,7 +26,8 @@ from stoker.layers.quant import PLAIN, Int8Packing, Stored, StoredWeight
 
 class Linear(StoredWeight):
     """A linear layer. `parts` is the number of outputs, or the outputs of each projection that is fused into this
-    matmul. `out_blocks` and `rotated_block` are for 8-bit weights: see Int8Packing."""
+    matmul. `out_blocks` and `rotated_block` are for 8-bit weights: see Int8Packing. `partial`: another rank adds the
+    total of `add_to` and `add_gated_to`, so that they return this rank's part of the sum alone."""
 
     def __init__(
         self,
@@ -36,10 +37,12 @@ class Linear(StoredWeight):
         stored: Stored = PLAIN,
         out_blocks: Sequence[int] | None = None,
         rotated_block: int | None = None,
+        partial: bool = False,
     ) -> None:
         super().__init__(in_features, (parts,) if isinstance(parts, int) else parts, stored)
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
         self._out_blocks, self._rotated_block = tuple(out_blocks or (1,) * len(self._parts)), rotated_block
+        self.is_partial = partial
         self._packed: Weight | None = None
 
     @property
@@ -72,11 +75,11 @@ class Linear(StoredWeight):
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """Return total + linear(x). The memory of `total` is reused."""
-        return add_linear(total, x, self._ready, self.bias)
+        return add_linear(total.zero_() if self.is_partial else total, x, self._ready, self.bias)
 
     def add_gated_to(self, total: Tensor, gate_up: Tensor) -> Tensor:
         """Like `add_to`, for x = the second half of gate_up, gated by its first half."""
-        return add_gated_linear(total, gate_up, self._ready, self.bias)
+        return add_gated_linear(total.zero_() if self.is_partial else total, gate_up, self._ready, self.bias)
 
     @property
     def int8_weight(self) -> Int8Weight | None:

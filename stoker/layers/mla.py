@@ -3,7 +3,7 @@ KV cache holds. The projections of q and of the latent from the hidden state are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import Stored, StoredAs, StoredWeight
 from stoker.layers.rope import half_order
+from stoker.parallel.shard import Shard
 
 _NORM_EPS = 1e-6  # of the norms on the low-rank q and on the latent, whatever that of the other norms is
 
@@ -32,6 +33,7 @@ class MlaConfig:
     scale: float  # of the scores
     bias: bool = False
     interleaved: bool = True  # the two values of a rotated pair are neighbours in the checkpoint
+    partial: bool = False  # another rank adds the residual and the bias of the output
 
     @property
     def shape(self) -> LatentShape:
@@ -44,6 +46,16 @@ class MlaConfig:
     def build(self, hidden_size: int, stored: StoredAs, name: str) -> LatentAttention:
         """Build the attention of the layer `name`."""
         return LatentAttention(self, hidden_size, stored, name)
+
+    def sharded(self, shard: Shard) -> MlaConfig:
+        """Return the attention of a rank: some of the heads. Every rank has the latent."""
+        num_heads = shard.piece.size_of(self.num_heads, f"tp={shard.tp}: num_attention_heads")
+        return replace(self, num_heads=num_heads, partial=shard.is_partial)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of k and v after the expansion."""
+        return self.num_heads
 
     def active_weights(self, hidden_size: int) -> int:
         """Number of weights in the matmuls that one token passes through."""
@@ -65,7 +77,8 @@ class ExpandingWeight(StoredWeight):
         weight = self.ready()
         assert not isinstance(weight, Int8Weight)
         if isinstance(weight, QuantWeight):
-            weight = dequantise(weight, self._dtype)
+            plain = weight.codes.new_empty(weight.shape, dtype=self._dtype)
+            weight = plain if plain.is_meta else dequantise(weight, self._dtype)  # no kernel runs on meta tensors
             self.drop()
             self.get_parameter(self._names[0]).data = weight
         self._expanding = weight.view(self._num_heads, -1, self.in_features)
@@ -92,7 +105,8 @@ class LatentAttention(nn.Module):
             self.q_up = Linear(config.q_rank, config.q_size, stored=stored(f"{name}.q_up"))
         self.latent_norm = RMSNorm(config.latent, _NORM_EPS)
         self.kv_up = ExpandingWeight(self.shape, stored(f"{name}.kv_up"))
-        self.out = Linear(config.num_heads * config.value, hidden_size, config.bias, stored(f"{name}.out"))
+        has_bias, values = config.bias and not config.partial, config.num_heads * config.value
+        self.out = Linear(values, hidden_size, has_bias, stored(f"{name}.out"), partial=config.partial)
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Bring the rotated values of q and k into the order in which the kernels rotate them. The layers inside are

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from stoker.base.errors import ConfigError
 from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
 from stoker.kernels.moe_choice import MAX_GROUPS as MAX_GROUPS
-from stoker.kernels.moe_choice import Router
+from stoker.kernels.moe_choice import ExpertRouter
 from stoker.kernels.moe_choice import Routing as Routing
 from stoker.kernels.moe_gate import Clamp as Clamp
 from stoker.kernels.moe_gate import Gate
 from stoker.kernels.moe_tile_model import check_experts
 from stoker.kernels.quant import QuantWeight
+from stoker.layers.expert_storage import FusedExperts, Mxfp4Experts
 from stoker.layers.mlp import GatedMlp, MlpConfig
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import PLAIN, Stored, StoredAs, StoredWeight
+from stoker.parallel.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,39 @@ class MoeConfig:
     clamp: Clamp | None = None  # limits gate and up; None: SiLU
     fused: bool = False  # the checkpoint has one tensor for all experts
     alternates: bool = False  # the outputs and biases of gate and up alternate in these tensors
+    held: range | None = None  # the experts of this rank; None: all
+    partial: bool = False  # another rank adds the residual
 
     def build(self, hidden_size: int, stored: StoredAs, name: str) -> MoeMlp:
         """Build the experts of the layer `name`. Raises ModelFilesError for sizes that no kernel of the device serves."""
         shape = (self.num_experts, self.routing.top_k, hidden_size, self.intermediate_size)
         check_experts(name, *shape, torch.get_default_device())
+        if self.num_held < self.num_experts and torch.get_default_device().type == "cuda":
+            raise ConfigError(
+                "ep: the GPU kernels compute all experts of a layer; use --ep 1, which splits the width of each expert"
+            )
+        gate_up, down = stored(f"{name}.gate_up"), stored(f"{name}.down")
+        if isinstance(gate_up, FusedExperts | Mxfp4Experts) and isinstance(down, FusedExperts | Mxfp4Experts):
+            gate_up, down = (replace(one, num_experts=self.num_held) for one in (gate_up, down))
         shared = None if self.shared is None else self.shared.build(hidden_size, stored, f"{name}.shared")
-        return MoeMlp(hidden_size, self, stored(f"{name}.gate_up"), stored(f"{name}.down"), shared)
+        return MoeMlp(hidden_size, self, gate_up, down, shared)
+
+    def sharded(self, shard: Shard) -> MoeConfig:
+        """Return the experts of a rank: some of them, or a part of the inner width of each. Every rank has the router."""
+        if self.fused and not shard.expert_piece.is_whole:
+            raise ConfigError(
+                f"tp={shard.tp} ep={shard.ep}: the checkpoint has one tensor for all experts of a layer, so that ranks can only "
+                f"take whole experts; use --ep {shard.tp}, or --pp in place of --tp"
+            )
+        width = shard.expert_piece.size_of(self.intermediate_size, f"tp={shard.tp}: moe_intermediate_size")
+        held = shard.experts(self.num_experts)
+        # The shared expert's part is added to the sum of the others.
+        shared = None if self.shared is None else replace(self.shared.sharded(shard), partial=False)
+        return replace(self, intermediate_size=width, held=held, shared=shared, partial=shard.is_partial)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_experts if self.held is None else len(self.held)
 
     def active_weights(self, hidden_size: int) -> int:
         """Number of weights in the matmuls that one token passes through."""
@@ -61,16 +90,16 @@ class MoeMlp(nn.Module):
     ) -> None:
         super().__init__()
         self._config = config
-        num_experts, width, routing = config.num_experts, config.intermediate_size, config.routing
+        num_experts, width, routing = config.num_held, config.intermediate_size, config.routing
 
         def parameter(*size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
             return nn.Parameter(torch.empty(*size, dtype=dtype), requires_grad=False)
 
         # Checkpoints have the correction in float32: bfloat16 cannot distinguish experts whose scores are close.
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.router = parameter(num_experts, hidden_size)
-        self.router_bias = parameter(num_experts) if routing.bias else None
-        self.correction = parameter(num_experts, dtype=wide) if routing.correction else None
+        self.router = parameter(config.num_experts, hidden_size)
+        self.router_bias = parameter(config.num_experts) if routing.bias else None
+        self.correction = parameter(config.num_experts, dtype=wide) if routing.correction else None
         gate_up_parts, down_parts = (width, width) * num_experts, (hidden_size,) * num_experts
         if config.fused:
             gate_up_parts, down_parts = (sum(gate_up_parts),), (sum(down_parts),)
@@ -86,12 +115,13 @@ class MoeMlp(nn.Module):
         assert not isinstance(gate_up, Int8Weight)
         assert not isinstance(down, Int8Weight), "experts have no 8-bit kernels on a CPU"
         bias, correction = (None if extra is None else extra.data for extra in (self.router_bias, self.correction))
-        router = Router(self.router.data, self._config.routing, bias, correction)
+        router = ExpertRouter(self.router.data, self._config.routing, bias, correction)
         gate_bias, down_bias = (None if bias is None else bias.data for bias in (self.gate_up_bias, self.down_bias))
         if gate_bias is not None and self._config.alternates:
             gate_bias = gate_bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
         gate = Gate(self._config.clamp, gate_bias)
-        self._experts = to_kernel_layout(router, gate_up, down, exact, gate, down_bias)
+        held = self._config.held or range(self._config.num_experts)
+        self._experts = to_kernel_layout(router, gate_up, down, exact, gate, down_bias, held, self._config.partial)
 
     @property
     def width(self) -> int:

@@ -317,7 +317,8 @@ class StoredWeight(nn.Module):
     def drop(self) -> None:
         """Drop the parameters; the kernels have their own copy."""
         for name in self._names:
-            self.get_parameter(name).data = torch.empty(0)
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.new_empty(0)
 
 
 def _kept(weight: Ready) -> list[Tensor]:

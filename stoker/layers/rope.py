@@ -9,7 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.rope import rope_tables
+from stoker.kernels.rope import rope_angles, rope_tables
+
+_MAX_TABLE_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +87,36 @@ def half_order(width: int, rotated: int, interleaved: bool) -> tuple[int, ...]:
 
 
 class Rope(nn.Module):
-    """Tables for the positions that will be served, in float32: bfloat16 cannot distinguish late positions."""
+    """cos and sin of positions, in float32: bfloat16 cannot distinguish late positions. They come from tables of the
+    positions that will be served. For very long contexts they are computed, because the tables would take gigabytes."""
 
     def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
         super().__init__()
-        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        self._dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        self._scale, self._width = config.table_scale, head_dim
+        self._has_tables = num_positions <= _MAX_TABLE_POSITIONS
         if device.type == "meta":  # torch imports its compiler for arithmetic on meta tensors, which takes a second
-            cos = sin = torch.empty(num_positions, head_dim, dtype=dtype)
+            tables = [torch.empty(num_positions, head_dim, dtype=self._dtype)] * 2
+            frequencies = torch.empty(head_dim // 2)
         else:
             frequencies = inverse_frequencies(config, head_dim).to(device)
-            cos, sin = rope_tables(frequencies, num_positions, config.table_scale, dtype)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+            count = num_positions if self._has_tables else 0
+            tables = list(rope_tables(frequencies, count, config.table_scale, self._dtype))
+        names = ("cos", "sin") if self._has_tables else ("frequencies",)
+        for name, values in zip(names, tables if self._has_tables else [frequencies], strict=True):
+            self.register_buffer(name, values, persistent=False)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of the angles of one token: cos and sin, and if they are computed, three values of each pair in
+        float64."""
+        computed = 0 if self._has_tables else 3 * self._width // 2 * torch.float64.itemsize
+        return 2 * self._width * self._dtype.itemsize + computed
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions], self.sin[positions]
+        if self._has_tables:
+            return self.get_buffer("cos")[positions], self.get_buffer("sin")[positions]
+        if positions.is_meta:
+            shape = (len(positions), self._width)
+            return positions.new_empty(shape, dtype=self._dtype), positions.new_empty(shape, dtype=self._dtype)
+        return rope_angles(self.get_buffer("frequencies"), positions, self._scale, self._dtype)

@@ -7,17 +7,33 @@ shared expert. Layers after the last one are for drafts (multi-token prediction)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
 from stoker.kv.blocks.layout import KvGroup
-from stoker.layers.decoder import Decoder, LayerConfig
+from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.mla import MlaConfig
 from stoker.layers.mlp import MlpConfig
-from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
+from stoker.layers.moe import MoeConfig
 from stoker.layers.rope import RopeConfig, yarn_scale
-from stoker.models.dense import Matmul, WeightNames, read_config, read_mlp, read_rope, with_stored
-from stoker.models.family import MODELS, Model, ModelShape, Rule, field
+from stoker.models.decoder_family import DecoderFamily
+from stoker.models.dense import (
+    Matmul,
+    WeightNames,
+    part_of,
+    read_config,
+    read_count,
+    read_mlp,
+    read_rope,
+    read_sigmoid_routing,
+    with_stored,
+)
+from stoker.models.draft import DraftCheckpoint
+from stoker.models.family import MODELS, ModelShape, Rule, field
+from stoker.models.mtp import MtpCheckpoint
+from stoker.parallel.shard import WHOLE, Shard
 
 # Fields of models with the same names and other computations. Ignoring one would give wrong answers.
 _UNSUPPORTED = {
@@ -30,6 +46,7 @@ _UNSUPPORTED = {
     "sliding_window": "sliding-window attention",
     "swiglu_limit": "a limit of the MLP's activation",
 }
+_MAX_DRAFTING = 16  # layers for drafts
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -63,7 +80,7 @@ _ALL_FEATURES = {
 
 
 @MODELS.register("DeepseekV3ForCausalLM")
-class DeepseekV3:
+class DeepseekV3(DecoderFamily):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "deepseek": _ALL_FEATURES,
         "kimi-k2": {
@@ -82,10 +99,11 @@ class DeepseekV3:
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         _check_supported(hf)
+        self._hf = hf
         rope_width = field(hf, "qk_rope_head_dim", int)
         rope = read_rope(hf, field(hf, "max_position_embeddings", int))
         attention, dense, sparse = _read_mla(hf, rope), read_mlp(hf), _read_moe(hf)
-        num_dense = _count(hf, "first_k_dense_replace")
+        num_dense = read_count(hf, "first_k_dense_replace")
         config = read_config(
             hf,
             lambda number: LayerConfig(attention, dense if number < num_dense else sparse),
@@ -102,16 +120,26 @@ class DeepseekV3:
             num_heads=attention.num_heads,
             active_weights=config.active_weights,
         )
-        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
+        self.kv_groups = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
         names = DeepseekNames(config, self._prefix)
         self.rules = names.rules()
-        drafting = range(len(config.layers), len(config.layers) + _count(hf, "num_nextn_predict_layers"))
+        drafting = range(len(config.layers), len(config.layers) + _num_drafting(hf))
         self.ignored = (
             names.ignored() | {f"{self._prefix}model.layers.{number}." for number in drafting} | self._not_text
         )
 
-    def build(self, num_positions: int) -> Model:
-        return Decoder(self._config, num_positions)
+    def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
+        return DeepseekNames(config, self._prefix, shard)
+
+    def open_prediction(self, folder: Path) -> DraftCheckpoint:
+        """See PredictsMore."""
+        if not _num_drafting(self._hf):
+            raise ModelFilesError(
+                f"{folder}: config.json has no layer for drafts (num_nextn_predict_layers is 0); leave out the drafter 'mtp'"
+            )
+        [group] = self.kv_groups
+        sizes = (replace(group, num_layers=1), self.shape.num_heads)
+        return MtpCheckpoint(self._hf, folder, self._config, DeepseekNames(self._config, self._prefix), *sizes)
 
 
 @MODELS.register("KimiK25ForConditionalGeneration")
@@ -125,7 +153,7 @@ class KimiK25(DeepseekV3):
     def __init__(self, hf: Mapping[str, Any]) -> None:
         text = field(hf, "text_config", dict)
         shared = {name: hf[name] for name in ("quantization_config", "tie_word_embeddings") if hf.get(name) is not None}
-        super().__init__({**shared, **text})
+        super().__init__(_without_prefix({**shared, **text}, self._prefix))
 
 
 class DeepseekNames(WeightNames):
@@ -136,13 +164,19 @@ class DeepseekNames(WeightNames):
         own, mine, q_size = f"{src}self_attn.", f"{dst}attention.", attention.q_size
         q_into = {f"{own}q_proj": q_size} if attention.q_rank is None else {f"{own}q_a_proj": attention.q_rank}
         into = q_into | {f"{own}kv_a_proj_with_mqa": attention.shape.width}
-        yield Matmul(f"{mine}into", into, self._hidden_size, attention.bias)
-        if attention.q_rank is not None:
-            yield Matmul(f"{mine}q_up", {f"{own}q_b_proj": q_size}, attention.q_rank)
+        # Ranks split the heads. Each has all of the latent and of the low-rank q.
+        heads, q_rank = self._shard.piece, attention.q_rank
+        q = part_of(q_size, heads)
+        into_outs = (q if q_rank is None else range(q_rank), range(attention.shape.width))
+        yield Matmul(f"{mine}into", into, self._hidden_size, attention.bias, outs=into_outs)
+        if q_rank is not None:
+            yield Matmul(f"{mine}q_up", {f"{own}q_b_proj": q_size}, q_rank, outs=(q,))
         expanded = attention.num_heads * (attention.nope + attention.value)
-        yield Matmul(f"{mine}kv_up", {f"{own}kv_b_proj": expanded}, attention.latent)
-        values = attention.num_heads * attention.value
-        yield Matmul(f"{mine}out", {f"{own}o_proj": self._hidden_size}, values, attention.bias)
+        outs = (part_of(expanded, heads),)
+        yield Matmul(f"{mine}kv_up", {f"{own}kv_b_proj": expanded}, attention.latent, outs=outs)
+        values, bias = attention.num_heads * attention.value, attention.bias and not self._shard.is_partial
+        out = {f"{own}o_proj": self._hidden_size}
+        yield Matmul(f"{mine}out", out, values, bias, ins=part_of(values, heads))
 
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         yield from super().layer_rules(layer, src, dst)
@@ -150,6 +184,15 @@ class DeepseekNames(WeightNames):
         if layer.attention.q_rank is not None:
             yield Rule(f"{src}self_attn.q_a_layernorm.weight", f"{dst}attention.q_norm.weight")
         yield Rule(f"{src}self_attn.kv_a_layernorm.weight", f"{dst}attention.latent_norm.weight")
+
+
+def _without_prefix(hf: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Remove the prefix from names of modules that are not quantised. Some files have it, some do not."""
+    said = hf.get("quantization_config")
+    if not isinstance(said, Mapping) or not isinstance(said.get("ignore"), list):
+        return hf
+    ignored = [name.removeprefix(prefix) if isinstance(name, str) else name for name in said["ignore"]]
+    return {**hf, "quantization_config": {**said, "ignore": ignored}}
 
 
 def _check_supported(hf: Mapping[str, Any]) -> None:
@@ -195,41 +238,15 @@ def _read_mla(hf: Mapping[str, Any], rope: RopeConfig) -> MlaConfig:
 
 
 def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:
-    num_experts, top_k = field(hf, "n_routed_experts", int), field(hf, "num_experts_per_tok", int)
-    num_groups, top_groups = field(hf, "n_group", int, 1), field(hf, "topk_group", int, 1)
-    size, num_shared = field(hf, "moe_intermediate_size", int), _count(hf, "n_shared_experts")
-    routing = read_sigmoid_routing(hf, num_experts, top_k, num_groups, top_groups)
+    num_experts, size = field(hf, "n_routed_experts", int), field(hf, "moe_intermediate_size", int)
+    num_shared, routing = read_count(hf, "n_shared_experts"), read_sigmoid_routing(hf, num_experts)
     return MoeConfig(num_experts, size, routing, MlpConfig(num_shared * size) if num_shared else None)
 
 
-def read_sigmoid_routing(
-    hf: Mapping[str, Any], num_experts: int, top_k: int, num_groups: int = 1, top_groups: int = 1
-) -> Routing:
-    """Return the routing with sigmoid scores and a correction. Raises ModelFilesError for numbers that do not fit."""
-    if not 0 < top_k <= num_experts:
-        raise ModelFilesError(f"config.json: num_experts_per_tok is {top_k}, of {num_experts} experts")
-    if num_experts % num_groups or not 0 < top_groups <= num_groups <= MAX_GROUPS:
+def _num_drafting(hf: Mapping[str, Any]) -> int:
+    """Return the number of layers for drafts."""
+    if (count := read_count(hf, "num_nextn_predict_layers")) > _MAX_DRAFTING:
         raise ModelFilesError(
-            f"config.json: n_group is {num_groups} and topk_group {top_groups}, of {num_experts} experts: they must be equal "
-            f"groups, at most {MAX_GROUPS}"
+            f"config.json: num_nextn_predict_layers is {count}, and at most {_MAX_DRAFTING} are supported"
         )
-    each = num_experts // num_groups
-    if num_groups > 1 and (each < 2 or top_k > top_groups * each):
-        raise ModelFilesError(
-            f"config.json: {top_groups} groups of {each} experts (topk_group, n_group) are too few for num_experts_per_tok "
-            f"{top_k}; a group has at least 2"
-        )
-    return Routing(
-        top_k,
-        "sigmoid",
-        renormalises=field(hf, "norm_topk_prob", bool, True),
-        scaling=field(hf, "routed_scaling_factor", float, 1.0),
-        num_groups=num_groups,
-        top_groups=top_groups,
-        correction=True,
-    )
-
-
-def _count(hf: Mapping[str, Any], name: str) -> int:
-    """Return a number that may be 0 or missing."""
-    return int(field(hf, name, int)) if hf.get(name) else 0
+    return count

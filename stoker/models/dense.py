@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
 from stoker.layers.quant import PLAIN, Grouped, Int4, Stored
 from stoker.layers.rope import RopeConfig, yarn_scale
-from stoker.models.family import ModelShape, Rule, field
+from stoker.models.family import ModelShape, Rule, SourceSlice, field
 from stoker.models.quantisation import matmul_rules, read_quantisation
+from stoker.parallel.shard import WHOLE, Piece, Shard
 
 
 def read_config(
@@ -75,12 +76,13 @@ def read_mlp(hf: Mapping[str, Any]) -> MlpConfig:
 
 
 def read_count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return a field that may be 0."""
-    return 0 if hf.get(name) == 0 else int(field(hf, name, int, default)) if hf.get(name) is not None else default
+    """Return a number that may be 0, or missing."""
+    value = hf.get(name)
+    return default if value is None else 0 if value == 0 else int(field(hf, name, int))
 
 
 def read_sigmoid_routing(hf: Mapping[str, Any], num_experts: int) -> Routing:
-    """Return the routing with sigmoid scores and a correction, perhaps within groups."""
+    """Return the routing with sigmoid scores and a correction. Raises ModelFilesError for numbers that do not fit."""
     top_k = field(hf, "num_experts_per_tok", int)
     num_groups, top_groups = field(hf, "n_group", int, 1), field(hf, "topk_group", int, 1)
     if not 0 < top_k <= num_experts:
@@ -182,6 +184,8 @@ def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -
 
 
 def _yarn_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -> RopeConfig:
+    if theta <= 1:
+        raise ModelFilesError(f"config.json: rope_theta is {theta}, and YaRN needs more than 1")
     original = field(scaling, "original_max_position_embeddings", int, max_positions)
     factor = field(scaling, "factor", float, max_positions / original)
     mscale, mscale_all_dim = (_optional(scaling, name) for name in ("mscale", "mscale_all_dim"))
@@ -207,19 +211,25 @@ def _optional(fields: Mapping[str, Any], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """A matmul of the model, with the checkpoint modules that are fused into it and their outputs."""
+    """A matmul of the model, with the checkpoint modules that are fused into it and their outputs.
+
+    A rank takes the outputs `outs` of each module, and the inputs `ins`; None: all of them. `bias`: the rank has the bias.
+    """
 
     target: str
     parts: Mapping[str, int]
     num_ins: int
     bias: bool = False
+    outs: tuple[range, ...] | None = None
+    ins: range | None = None
 
 
 class WeightNames:
     """The checkpoint's names of a decoder's weights, as Llama has them. Families with other names override a part.
 
     `prefix` comes before all names. A layer's methods get the names of the layer in the checkpoint (`src`) and in the
-    model (`dst`), both with a dot at the end.
+    model (`dst`), both with a dot at the end. `config` is that of the whole model, and `shard` the part that a rank takes of
+    it.
     """
 
     mlp = "mlp"
@@ -229,32 +239,48 @@ class WeightNames:
     shared_expert = "mlp.shared_experts"
     correction = "mlp.gate.e_score_correction_bias"
 
-    def __init__(self, config: DecoderConfig, prefix: str = "") -> None:
+    def __init__(self, config: DecoderConfig, prefix: str = "", shard: Shard = WHOLE) -> None:
         self._config = config
+        self._shard = shard
         self._hidden_size = config.hidden_size
         self._prefix = prefix
 
+    @property
+    def prefix(self) -> str:
+        """What comes before all names."""
+        return self._prefix
+
     def matmuls(self) -> Iterator[Matmul]:
         """Return all matmuls but the embedding."""
-        if not self._config.tie_embeddings:
-            yield Matmul("head", {f"{self._prefix}lm_head": self._config.vocab_size}, self._hidden_size)
+        if not self._config.tie_embeddings and self._shard.has_ends:
+            outs = (self._shard.vocabulary(self._config.vocab_size),)
+            yield Matmul("head", {f"{self._prefix}lm_head": self._config.vocab_size}, self._hidden_size, outs=outs)
         for layer, src, dst in self._layers():
             yield from self.attention_matmuls(layer.attention, src, dst)
             yield from self.mlp_matmuls(layer.mlp, src, dst)
 
     def rules(self) -> list[Rule]:
         """Return which parameter each checkpoint tensor fills."""
-        config = self._config
-        rules = [Rule(f"{self._prefix}model.norm.weight", "norm.weight")]
-        embedding, size = config.stored_as("embedding"), [config.vocab_size]
-        rules += matmul_rules(embedding, [self.embedding], "embedding", size, config.hidden_size, bias=False)
+        config, shard = self._config, self._shard
+        rules: list[Rule] = []
+        if shard.has_ends:
+            rules.append(Rule(f"{self._prefix}model.norm.weight", "norm.weight"))
+            embedding = Matmul("embedding", {self.embedding: config.vocab_size}, config.hidden_size)
+            rules += self._rules_of(replace(embedding, outs=(shard.vocabulary(config.vocab_size),)))
         for matmul in self.matmuls():
-            sources, parts = list(matmul.parts), list(matmul.parts.values())
-            stored = config.stored_as(matmul.target)
-            rules += matmul_rules(stored, sources, matmul.target, parts, matmul.num_ins, matmul.bias)
+            rules += self._rules_of(matmul)
         for layer, src, dst in self._layers():
             rules += self.layer_rules(layer, src, dst)
+        if shard.layers is not None:
+            for rule in rules:
+                rule.target = _renumbered(rule.target, shard.layers.start)
         return rules
+
+    def _rules_of(self, matmul: Matmul) -> list[Rule]:
+        sources, parts = list(matmul.parts), list(matmul.parts.values())
+        stored = self._config.stored_as(matmul.target)
+        sizes = (parts, matmul.num_ins, matmul.bias)
+        return matmul_rules(stored, sources, matmul.target, *sizes, matmul.outs, matmul.ins)
 
     def ignored(self) -> frozenset[str]:
         """Return the checkpoint tensors that are known and not loaded: rotary tables of old checkpoints, a head that
@@ -277,18 +303,23 @@ class WeightNames:
         assert isinstance(attention, AttentionConfig)
         q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
         qkv = {f"{src}self_attn.{x}_proj": kv_size if x in "kv" else q_size for x in "qkv"}
-        yield Matmul(f"{dst}attention.qkv", qkv, self._hidden_size, attention.bias)
+        q_piece, kv_piece = self._shard.heads(attention.num_heads, attention.num_kv_heads)
+        q, kv = part_of(q_size, q_piece), part_of(kv_size, kv_piece)
+        yield Matmul(f"{dst}attention.qkv", qkv, self._hidden_size, attention.bias, outs=(q, kv, kv))
         has_bias = attention.bias if attention.out_bias is None else attention.out_bias
-        yield Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": self._hidden_size}, q_size, has_bias)
+        out = {f"{src}self_attn.o_proj": self._hidden_size}
+        yield Matmul(f"{dst}attention.out", out, q_size, has_bias and not self._shard.is_partial, ins=q)
 
     def mlp_matmuls(self, mlp: Any, src: str, dst: str) -> Iterator[Matmul]:
         hidden_size, width = self._hidden_size, mlp.intermediate_size
         if isinstance(mlp, MoeConfig):
             if not mlp.fused:
-                experts = [f"{src}{self.experts}.{i}." for i in range(mlp.num_experts)]
+                experts = [f"{src}{self.experts}.{i}." for i in self._shard.experts(mlp.num_experts)]
                 gate_up = {f"{expert}{x}": width for expert in experts for x in (self.gate_proj, self.up_proj)}
-                yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
-                yield Matmul(f"{dst}mlp.down", {f"{expert}{self.down_proj}": hidden_size for expert in experts}, width)
+                down = {f"{expert}{self.down_proj}": hidden_size for expert in experts}
+                part = part_of(width, self._shard.expert_piece)
+                yield Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size, outs=(part,) * len(gate_up))
+                yield Matmul(f"{dst}mlp.down", down, width, ins=part)
             if mlp.shared is not None:
                 yield from self._gated_matmuls(mlp.shared, f"{src}{self.shared_expert}.", f"{dst}mlp.shared.")
             return
@@ -297,8 +328,9 @@ class WeightNames:
 
     def _gated_matmuls(self, mlp: MlpConfig, src: str, dst: str) -> Iterator[Matmul]:
         gate_up = {f"{src}{x}_proj": mlp.intermediate_size for x in ("gate", "up")}
-        yield Matmul(f"{dst}gate_up", gate_up, self._hidden_size, mlp.bias)
-        yield Matmul(f"{dst}down", {f"{src}down_proj": self._hidden_size}, mlp.intermediate_size, mlp.bias)
+        part, bias = part_of(mlp.intermediate_size, self._shard.piece), mlp.bias and not self._shard.is_partial
+        yield Matmul(f"{dst}gate_up", gate_up, self._hidden_size, mlp.bias, outs=(part, part))
+        yield Matmul(f"{dst}down", {f"{src}down_proj": self._hidden_size}, mlp.intermediate_size, bias, ins=part)
 
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         """Return the rules of the parameters that are not in matmuls."""
@@ -313,19 +345,43 @@ class WeightNames:
                 yield Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight")
 
     def _layers(self) -> Iterator[tuple[LayerConfig, str, str]]:
-        for i, layer in enumerate(self._config.layers):
-            yield layer, f"{self._prefix}model.layers.{i}.", f"layers.{i}."
+        for i in self._shard.layers_of(len(self._config.layers)):
+            yield self._config.layers[i], f"{self._prefix}model.layers.{i}.", f"layers.{i}."
+
+
+def part_of(size: int, piece: Piece) -> range:
+    """Return a rank's part of a size that has been checked."""
+    part = size // piece.of
+    return range(piece.index * part, (piece.index + 1) * part)
+
+
+def cut_of(axis: int, part: range, size: int) -> SourceSlice | None:
+    """Return the slice of a checkpoint tensor that has a rank's part of an axis. None: all of it."""
+    return None if len(part) == size else SourceSlice(axis, part.start, len(part))
+
+
+def _renumbered(target: str, first_layer: int) -> str:
+    """Return the name that a parameter has in the model of a stage, which counts its own layers."""
+    words = target.split(".", 2)
+    return f"layers.{int(words[1]) - first_layer}.{words[2]}" if words[0] == "layers" else target
 
 
 def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames) -> DecoderConfig:
     """Return the configuration with the storage of each matmul whose weights are not plain. `names` are those of the
     configuration."""
+    found = stored_matmuls(hf, names.matmuls(), names.prefix)
+    if (embedding := read_quantisation(hf).stored_by_name(names.embedding.removeprefix(names.prefix))) != PLAIN:
+        found["embedding"] = embedding
+    return replace(config, stored=found)
+
+
+def stored_matmuls(hf: Mapping[str, Any], matmuls: Iterable[Matmul], prefix: str) -> dict[str, Stored]:
+    """Return the storage of each matmul whose weights are not plain. quantization_config names modules without the
+    prefix."""
     quantisation = read_quantisation(hf)
     found: dict[str, Stored] = {}
-    if (embedding := quantisation.stored_by_name(names.embedding)) != PLAIN:
-        found["embedding"] = embedding
-    for matmul in names.matmuls():
-        stored = quantisation.of_parts(list(matmul.parts))
+    for matmul in matmuls:
+        stored = quantisation.of_parts([part.removeprefix(prefix) for part in matmul.parts])
         if isinstance(stored, Int4 | Grouped) and matmul.num_ins % stored.group:
             raise ModelFilesError(
                 f"config.json: quantization_config has groups of {stored.group} inputs, {next(iter(matmul.parts))} has "
@@ -333,4 +389,4 @@ def with_stored(hf: Mapping[str, Any], config: DecoderConfig, names: WeightNames
             )
         if stored != PLAIN:
             found[matmul.target] = stored
-    return replace(config, stored=found)
+    return found

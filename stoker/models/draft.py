@@ -9,7 +9,8 @@ its own output are the input of the next position.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -35,6 +36,8 @@ class DraftTarget(Protocol):
 
     embedding: Any  # token ids [tokens] -> [tokens, hidden]
     head: Any  # hidden states [rows, hidden], RMSNorm -> logits [rows, vocab]
+    norm: Any  # hidden states [tokens, hidden] -> the same, normed: the last norm, before the head
+    rope: Any  # positions [tokens] -> cos and sin
 
 
 class DraftModel(Protocol):
@@ -80,3 +83,11 @@ class DraftCheckpoint(Protocol):
 
     def load(self, model: Any, progress: Progress) -> None:
         """Load the weights into a model that `build` returned. Call its `pack` afterwards."""
+
+
+@runtime_checkable
+class PredictsMore(Protocol):
+    """A model family whose checkpoints may have a layer for drafts (multi-token prediction)."""
+
+    def open_prediction(self, folder: Path) -> DraftCheckpoint:
+        """Return that layer's part of the checkpoint in `folder`. Raises ModelFilesError if there is none."""

@@ -106,7 +106,7 @@ class Eagle3Head(nn.Module):
     def bytes_per_token(self) -> int:
         """The features and a copy of them, the two inputs of the layer, its widest part, and the rotary angles."""
         widest = max(self.attention.width, self.mlp.width)
-        angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
+        angles = self.rope.bytes_per_token
         return (6 * self.config.layer.hidden_size + widest) * self.norm.weight.itemsize + angles
 
     @property

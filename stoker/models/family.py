@@ -16,6 +16,8 @@ from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.features import Tap
 from stoker.layers.quant import Int8Kernel
+from stoker.parallel.mesh import Mesh
+from stoker.parallel.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,12 @@ class ModelShape:
 class Model(Protocol):
     """An nn.Module of one family. Its parameters are empty until `weights.load` has applied the family's rules."""
 
-    def __call__(self, batch: ForwardBatch, taps: Sequence[Tap] = ()) -> Tensor:
-        """Return the hidden states [tokens, hidden], the input of the head. Each tap gets those of its layer; taps are
-        ordered by their layers."""
+    def __call__(self, batch: ForwardBatch, taps: Sequence[Tap] = (), entering: Tensor | None = None) -> Tensor:
+        """Return the hidden states [tokens, hidden] that leave the last layer. Each tap gets those of its layer; taps are
+        ordered by their layers. `entering` are those of the stage before; None: this is the first stage."""
+
+    def join(self, mesh: Mesh) -> None:
+        """Give a rank's part of a model the other ranks, before its first step."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
@@ -93,6 +98,10 @@ class ModelFamily(Protocol):
     ignored: frozenset[str]
 
     def __init__(self, hf: Mapping[str, Any]) -> None: ...
+
+    def sharded(self, shard: Shard) -> ModelFamily:
+        """Return a rank's part of the whole model: its `shape`, `rules` and `build` are those of the part. `kv_groups` have
+        the layers of its stage, and the heads of all ranks. Raises ConfigError if the model cannot be split like this."""
 
     def build(self, num_positions: int) -> Model:
         """Build the model with empty parameters. `num_positions` is the longest context that will be served."""

@@ -98,29 +98,31 @@ class Copy:
     def place_bytes(self) -> Tensor:
         return self.place.view(-1).view(torch.uint8)
 
-    def runs(self, first: int, count: int, at: int) -> list[_Runs]:
+    def runs(self, first: int, count: int, at: int) -> list[_StridedRuns]:
         """Return the slice's bytes among `count` bytes of the tensor from byte `first` on: the end of a row, whole rows, and
         the beginning of a row. The tensor's byte `first` is byte `at` of the block."""
         row, low, run_bytes = self.row_bytes, self.first, self.run_bytes
         (number, start), (last, end) = divmod(first, row), divmod(first + count, row)
         at -= first
-        found: list[_Runs] = []
+        found: list[_StridedRuns] = []
         if start:
             found += self._part_of_row(number, start, min(row, start + count), at)
             number += 1
         if last > number:
-            found.append(_Runs(number * row + low + at, last - number, row, run_bytes, number * run_bytes))
+            found.append(_StridedRuns(number * row + low + at, last - number, row, run_bytes, number * run_bytes))
         if end and last >= number:
             found += self._part_of_row(last, 0, end, at)
         return found
 
-    def _part_of_row(self, number: int, start: int, end: int, at: int) -> list[_Runs]:
+    def _part_of_row(self, number: int, start: int, end: int, at: int) -> list[_StridedRuns]:
         low, high = max(start, self.first), min(end, self.first + self.run_bytes)
         to = number * self.run_bytes + low - self.first
-        return [_Runs(number * self.row_bytes + low + at, 1, self.row_bytes, high - low, to)] if low < high else []
+        return (
+            [_StridedRuns(number * self.row_bytes + low + at, 1, self.row_bytes, high - low, to)] if low < high else []
+        )
 
 
-class _Runs(NamedTuple):
+class _StridedRuns(NamedTuple):
     """`num_runs` runs of `num_bytes` bytes, `stride` apart from byte `at` on. They belong at byte `to` of the place."""
 
     at: int
@@ -138,7 +140,7 @@ class _Part(NamedTuple):
     """The part of one tensor that lies in a block."""
 
     copy: Copy
-    runs: list[_Runs]  # counted from the beginning of the block
+    runs: list[_StridedRuns]  # counted from the beginning of the block
 
     @property
     def num_bytes(self) -> int:

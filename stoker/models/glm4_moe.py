@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from stoker.kv.blocks.layout import KvGroup
-from stoker.layers.decoder import Decoder, LayerConfig
+from stoker.layers.decoder import LayerConfig
 from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MoeConfig
+from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import (
     WeightNames,
     model_shape,
@@ -25,7 +26,7 @@ from stoker.models.dense import (
     read_sigmoid_routing,
     with_stored,
 )
-from stoker.models.family import MODELS, Model, field
+from stoker.models.family import MODELS, field
 
 _ALL_FEATURES = {
     "n_routed_experts": 4,
@@ -42,7 +43,7 @@ _ALL_FEATURES = {
 
 
 @MODELS.register("Glm4MoeForCausalLM")
-class Glm4Moe:
+class Glm4Moe(DecoderFamily):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "glm4-moe": _ALL_FEATURES,
         "glm4-moe-air": {
@@ -65,15 +66,12 @@ class Glm4Moe:
         config = read_config(hf, lambda i: LayerConfig(attention, dense if i < num_dense else sparse), rotated=rotated)
         self._config = config = with_stored(hf, config, WeightNames(config))
         self.shape = model_shape(config, attention)
-        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
+        self.kv_groups = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
         names = WeightNames(config)
         self.rules = names.rules()
         first = len(config.layers)
         drafting = range(first, first + read_count(hf, "num_nextn_predict_layers"))
         self.ignored = names.ignored() | {f"model.layers.{number}." for number in drafting}
-
-    def build(self, num_positions: int) -> Model:
-        return Decoder(self._config, num_positions)
 
 
 def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:

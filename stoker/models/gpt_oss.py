@@ -8,20 +8,23 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
-from stoker.layers.decoder import Decoder, DecoderConfig, LayerConfig
+from stoker.layers.attention import AttentionConfig
+from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.expert_storage import FusedExperts, Mxfp4Experts
 from stoker.layers.moe import Clamp, MoeConfig, Routing
 from stoker.layers.quant import Stored
-from stoker.models.dense import WeightNames, model_shape, read_attention, read_config, with_stored
-from stoker.models.family import MODELS, Model, Rule, field
+from stoker.models.decoder_family import DecoderFamily
+from stoker.models.dense import WeightNames, cut_of, model_shape, part_of, read_attention, read_config, with_stored
+from stoker.models.family import MODELS, Rule, field
 from stoker.models.kv_kinds import read_kinds
+from stoker.parallel.shard import WHOLE, Shard
 
 _ALPHA = 1.702
 _LAYER_KINDS = {"sliding_attention": "window", "full_attention": "full"}
 
 
 @MODELS.register("GptOssForCausalLM")
-class GptOss:
+class GptOss(DecoderFamily):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gpt-oss": {
             "num_local_experts": 4,
@@ -57,6 +60,7 @@ class GptOss:
         self.kv_groups, groups = read_kinds(kinds, _LAYER_KINDS, extents, num_layers, *heads)
         config = read_config(hf, lambda i: LayerConfig(attention, moe, groups[i]))
         is_mxfp4, plain = _without_mxfp4(hf)
+        self._is_mxfp4 = is_mxfp4
         storage = Mxfp4Experts if is_mxfp4 else FusedExperts
         experts: dict[str, Stored] = {}
         for i in range(num_layers):
@@ -69,28 +73,33 @@ class GptOss:
         self.rules = names.rules()
         self.ignored = names.ignored()
 
-    def build(self, num_positions: int) -> Model:
-        return Decoder(self._config, num_positions)
+    def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
+        return GptOssNames(config, self._is_mxfp4, shard)
 
 
 class GptOssNames(WeightNames):
     router = "mlp.router.weight"
 
-    def __init__(self, config: DecoderConfig, is_mxfp4: bool) -> None:
-        super().__init__(config)
+    def __init__(self, config: DecoderConfig, is_mxfp4: bool, shard: Shard = WHOLE) -> None:
+        super().__init__(config, shard=shard)
         self._is_mxfp4 = is_mxfp4
 
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         yield from super().layer_rules(layer, src, dst)
-        yield Rule(f"{src}self_attn.sinks", f"{dst}attention.sinks")
+        assert isinstance(layer.attention, AttentionConfig)
+        assert isinstance(layer.mlp, MoeConfig)
+        num_heads, num_experts = layer.attention.num_heads, layer.mlp.num_experts
+        heads = cut_of(0, part_of(num_heads, self._shard.piece), num_heads)
+        yield Rule(f"{src}self_attn.sinks", f"{dst}attention.sinks", cut=heads)
         yield Rule(f"{src}mlp.router.bias", f"{dst}mlp.router_bias")
+        cut = cut_of(0, self._shard.experts(num_experts), num_experts)
         for part in ("gate_up", "down"):
-            yield Rule(f"{src}mlp.experts.{part}_proj_bias", f"{dst}mlp.{part}_bias")
+            yield Rule(f"{src}mlp.experts.{part}_proj_bias", f"{dst}mlp.{part}_bias", cut=cut)
             if self._is_mxfp4:
                 for tensor in ("blocks", "scales"):
-                    yield Rule(f"{src}mlp.experts.{part}_proj_{tensor}", f"{dst}mlp.{part}.{tensor}")
+                    yield Rule(f"{src}mlp.experts.{part}_proj_{tensor}", f"{dst}mlp.{part}.{tensor}", cut=cut)
             else:
-                yield Rule(f"{src}mlp.experts.{part}_proj", f"{dst}mlp.{part}.weight")
+                yield Rule(f"{src}mlp.experts.{part}_proj", f"{dst}mlp.{part}.weight", cut=cut)
 
 
 def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:

@@ -6,14 +6,15 @@ from collections.abc import Container, Mapping
 from typing import Any, ClassVar
 
 from stoker.kv.blocks.layout import KvGroup
-from stoker.layers.decoder import Decoder, LayerConfig
+from stoker.layers.decoder import LayerConfig
 from stoker.layers.moe import MoeConfig
+from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import WeightNames, model_shape, read_attention, read_config, read_mlp, with_stored
-from stoker.models.family import MODELS, Model
+from stoker.models.family import MODELS
 
 
 @MODELS.register("LlamaForCausalLM")
-class Llama:
+class Llama(DecoderFamily):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llama": {},
         "llama-tied": {"tie_word_embeddings": True},
@@ -46,7 +47,7 @@ class Llama:
         config = read_config(hf, lambda i: LayerConfig(attention, moe) if moe is not None and i in sparse else dense)
         self._config = config = with_stored(hf, config, WeightNames(config))
         self.shape = model_shape(config, attention)
-        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
+        self.kv_groups = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
         names = WeightNames(config)
         self.rules = names.rules()
         self.ignored = names.ignored()
@@ -60,6 +61,3 @@ class Llama:
     def _sparse_layers(hf: Mapping[str, Any]) -> Container[int]:
         """Return the layers with experts; the others have a dense MLP."""
         return ()
-
-    def build(self, num_positions: int) -> Model:
-        return Decoder(self._config, num_positions)

@@ -12,14 +12,16 @@ from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.attention import AttentionConfig, QkNorm, Temperature
-from stoker.layers.decoder import Decoder, LayerConfig
+from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.expert_storage import FusedExperts
 from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MoeConfig, Routing
 from stoker.layers.quant import Stored
-from stoker.models.dense import WeightNames, model_shape, read_attention, read_config, with_stored
-from stoker.models.family import MODELS, Model, Rule, field
+from stoker.models.decoder_family import DecoderFamily
+from stoker.models.dense import WeightNames, cut_of, model_shape, read_attention, read_config, with_stored
+from stoker.models.family import MODELS, Rule, field
 from stoker.models.kv_kinds import read_kinds
+from stoker.parallel.shard import WHOLE, Shard
 
 _LAYER_KINDS = {"chunked_attention": "chunk", "full_attention": "full"}
 _SCOUT = {
@@ -44,7 +46,7 @@ _SCOUT = {
 
 
 @MODELS.register("Llama4ForCausalLM")
-class Llama4:
+class Llama4(DecoderFamily):
     """The text model."""
 
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -91,8 +93,8 @@ class Llama4:
         self.rules = names.rules()
         self.ignored = names.ignored() | self._not_text
 
-    def build(self, num_positions: int) -> Model:
-        return Decoder(self._config, num_positions)
+    def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
+        return Llama4Names(config, self._prefix, shard)
 
 
 @MODELS.register("Llama4ForConditionalGeneration")
@@ -118,8 +120,10 @@ class Llama4Names(WeightNames):
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         yield from super().layer_rules(layer, src, dst)
         if isinstance(layer.mlp, MoeConfig) and layer.mlp.fused:
+            num_experts = layer.mlp.num_experts
+            cut = cut_of(0, self._shard.experts(num_experts), num_experts)
             for part in ("gate_up", "down"):
-                yield Rule(f"{src}{self.experts}.{part}_proj", f"{dst}mlp.{part}.weight")
+                yield Rule(f"{src}{self.experts}.{part}_proj", f"{dst}mlp.{part}.weight", cut=cut)
 
 
 def _read_attentions(hf: Mapping[str, Any]) -> tuple[AttentionConfig, AttentionConfig]:

@@ -1,5 +1,5 @@
 """The MiniMax-M2 family: experts in every layer, chosen with a correction, a norm over all heads of q and of k, and heads
-that are rotated in part."""
+that are rotated in part. Layers after the last one are for drafts (multi-token prediction) and are not loaded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any, ClassVar
 from stoker.base.errors import ModelFilesError
 from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.attention import QkNorm
-from stoker.layers.decoder import Decoder, LayerConfig
+from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.moe import MoeConfig
+from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import (
     WeightNames,
     model_shape,
     read_attention,
     read_config,
+    read_count,
     read_rotated,
     read_sigmoid_routing,
     with_stored,
 )
-from stoker.models.family import MODELS, Model, field
+from stoker.models.family import MODELS, field
+from stoker.parallel.shard import WHOLE, Shard
 
 # What a field must say if it is there. Another value is another computation.
 _SERVED = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
@@ -29,7 +32,7 @@ _SERVED = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_
 
 
 @MODELS.register("MiniMaxM2ForCausalLM")
-class MiniMaxM2:
+class MiniMaxM2(DecoderFamily):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "minimax-m2": {"num_local_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 40, "rotary_dim": 8},
     }
@@ -47,13 +50,14 @@ class MiniMaxM2:
         config = read_config(hf, lambda i: LayerConfig(attention, moe), rotated=rotated)
         self._config = config = with_stored(hf, config, MiniMaxNames(config))
         self.shape = model_shape(config, attention)
-        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
+        self.kv_groups = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
         names = MiniMaxNames(config)
         self.rules = names.rules()
-        self.ignored = names.ignored()
+        drafting = range(len(config.layers), len(config.layers) + read_count(hf, "num_mtp_modules"))
+        self.ignored = names.ignored() | {f"model.layers.{number}." for number in drafting}
 
-    def build(self, num_positions: int) -> Model:
-        return Decoder(self._config, num_positions)
+    def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
+        return MiniMaxNames(config, shard=shard)
 
 
 class MiniMaxNames(WeightNames):

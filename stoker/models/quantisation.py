@@ -14,9 +14,9 @@ from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any
 
-from stoker.base.errors import ModelFilesError
+from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.layers.quant import PLAIN, Fp8, Grouped, Int4, Stored
-from stoker.models.family import Rule, field
+from stoker.models.family import Rule, SourceSlice, field
 
 _SUPPORTED = (
     "supported are fp8 (one scale per tensor, per output, or per 128x128 block), and compressed-tensors' "
@@ -139,27 +139,71 @@ def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
 def has_grouped_weights(hf: Mapping[str, Any]) -> bool:
     """Return True if all matmuls of the layers have quantised weights of a GGUF file. A float32 matmul between 8-bit ones
     would make answers depend on the batch: its last bits do, and rounding to 8 bits amplifies them."""
-    quantisation, num_layers = read_quantisation(hf), hf.get("num_hidden_layers", 0)
+    config = hf.get("quantization_config")
+    if not isinstance(config, Mapping) or config.get("quant_method") != "gguf":
+        return False
+    quantisation, num_layers = _read_gguf(config), hf.get("num_hidden_layers", 0)
     modules = [f"model.layers.{number}.{module}" for number in range(num_layers) for module in _LAYER_MODULES]
     return bool(modules) and all(isinstance(quantisation.stored_as(module), Grouped) for module in modules)
 
 
 def matmul_rules(
-    stored: Stored, sources: Sequence[str], target: str, parts: Sequence[int], num_ins: int, bias: bool
+    stored: Stored,
+    sources: Sequence[str],
+    target: str,
+    parts: Sequence[int],
+    num_ins: int,
+    bias: bool,
+    outs: Sequence[range] | None = None,
+    ins: range | None = None,
 ) -> list[Rule]:
-    """Return the rules for the matmul `target`, which fuses the modules `sources`; `parts` has the outputs of each."""
+    """Return the rules for the matmul `target`, which fuses the modules `sources`; `parts` has the outputs of each. A rank
+    takes the outputs `outs` of each module, and the inputs `ins`. Raises ConfigError if a scale would have to be divided."""
+    outs = outs or [range(part) for part in parts]
+    ins = ins or range(num_ins)
+    kinds: dict[tuple[int, range], dict[str, tuple[int, SourceSlice | None]]] = {}
+    for part, taken in zip(parts, outs, strict=True):
+        if (part, taken) not in kinds:
+            kinds[part, taken] = _taken_tensors(stored, target, part, num_ins, taken, ins, bias)
+    kinds_of = [kinds[kind] for kind in zip(parts, outs, strict=True)]
     rules: list[Rule] = []
-    rows_of = {
-        part: {name: tensor.shape[0] for name, tensor in stored.tensors(part, num_ins).items()} for part in set(parts)
-    }
-    names = [*rows_of[parts[0]], *(["bias"] if bias else [])]
-    for name in names:
+    for name in kinds_of[0]:
         place, first = f"{target}.{name}", 0
-        for source, part in zip(sources, parts, strict=True):
-            count = part if name == "bias" else rows_of[part][name]
-            rules.append(Rule(f"{source}.{name}", place, first, None if len(parts) == 1 else count))
+        for source, kind in zip(sources, kinds_of, strict=True):
+            count, cut = kind[name]
+            rules.append(Rule(f"{source}.{name}", place, first, None if len(parts) == 1 else count, cut))
             first += count
     return rules
+
+
+def _taken_tensors(
+    stored: Stored, target: str, part: int, num_ins: int, outs: range, ins: range, bias: bool
+) -> dict[str, tuple[int, SourceSlice | None]]:
+    """Return, for each tensor of a module, the rows in the rank's parameter, and the slice of the checkpoint's tensor."""
+    taken: dict[str, tuple[int, SourceSlice | None]] = {}
+    rows = stored.tensors(len(outs), len(ins))
+    for name, whole in stored.tensors(part, num_ins).items():
+        cut = None
+        for axis, (size, wanted) in enumerate(((part, outs), (num_ins, ins))):
+            if len(wanted) < size and axis < len(whole.shape) and whole.shape[axis] > 1:
+                assert cut is None, f"{target}: split by outputs and inputs"
+                cut = _cut(stored, f"{target}.{name}", axis, whole.shape[axis], size, wanted)
+        taken[name] = (rows[name].shape[0], cut)
+    if bias:
+        taken["bias"] = (len(outs), None if len(outs) == part else SourceSlice(0, outs.start, len(outs)))
+    return taken
+
+
+def _cut(stored: Stored, name: str, axis: int, entries: int, size: int, wanted: range) -> SourceSlice:
+    """Return the slice of a tensor's axis with `entries` entries for `size` outputs or inputs."""
+    block = (stored.row_block, stored.col_block)[axis] if isinstance(stored, Fp8) and entries < size else None
+    block = block or size // entries
+    if wanted.start % block or (wanted.stop % block and wanted.stop < size):
+        raise ConfigError(
+            f"{name}: a rank would get {len(wanted)} of {size} values, and {block} of them share a scale or a word; use fewer "
+            "ranks"
+        )
+    return SourceSlice(axis, wanted.start // block, -(-wanted.stop // block) - wanted.start // block)
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
@@ -201,7 +245,10 @@ def _read_compressed(config: Mapping[str, Any]) -> Quantisation:
         kind = group.get("format") or field(config, "format", str)
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         read.append(Group(Names.read(group.get("targets") or ()), _read_weights(kind, weights, inputs)))
-    return Quantisation(tuple(read), Names.read(config.get("ignore") or ()))
+    ignored = config.get("ignore") or []
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        raise ModelFilesError(f"config.json: quantization_config's 'ignore' must be a list of names, found {ignored!r}")
+    return Quantisation(tuple(read), Names.read(ignored))
 
 
 def _read_weights(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Stored:

@@ -37,11 +37,11 @@ def load(
 ) -> None:
     """Load all weights. Everything is checked before the first byte is read."""
     with garbage.paused():
-        copies = _plan(model, rules, ignored, folder)
+        copies = plan_copies(model, rules, ignored, folder)
     fill(copies, progress, ahead)
 
 
-def _plan(model: Loadable, rules: list[Rule], ignored: frozenset[str], folder: Path) -> list[Copy]:
+def plan_copies(model: Loadable, rules: list[Rule], ignored: frozenset[str], folder: Path) -> list[Copy]:
     """Return all copies, after checking names, shapes and dtypes."""
     stored = stored_tensors(folder)
     _check_names(set(stored), {rule.source for rule in rules}, ignored, folder)

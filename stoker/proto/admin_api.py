@@ -17,6 +17,8 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     uptime_s: float = 0.0
+    process: int = 0  # the number of the process that answers
+    processes: int = 1
     draining: bool = False
     running_requests: int = 0
     waiting_requests: int = 0

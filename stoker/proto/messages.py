@@ -12,6 +12,7 @@ import msgspec
 from stoker.base.config import EngineSettings
 from stoker.base.ids import BlockKey, RequestId, WorkerId
 from stoker.kv.blocks.transfer import KvTicket
+from stoker.proto.work import WorkChange
 from stoker.sched.request import GenerateRequest, TokenChunks
 
 
@@ -222,6 +223,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     prefill_tokens_per_s: float | None
     step_s: float | None  # time of a decode-only step
+    changes: list[WorkChange] = []  # what happened to requests since the last report; such a report is sent at once
+    open_work: list[WorkChange] | None = None  # all open requests, once per second
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import BlockName, KvTicket
+from stoker.sched.block_sets import BlockSets
+from stoker.sched.loads import first_leased
 from stoker.sched.sequence import Sequence, SequenceState
 
 
@@ -25,9 +26,10 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True)
 class LeasedKv:
-    """The KV of one lease. Its first `num_ready` blocks are final and can be pulled.
+    """The KV of one lease in one KV set. Its first `num_ready` blocks are final and can be pulled.
 
-    The last key may be that of a partly filled block. `names` covers the full blocks that are ready.
+    The last key may be that of a partly filled block. `names` covers the full blocks that are ready. In a set with a
+    bounded reach, a lease has blocks only once it is complete: those that the next token sees.
     """
 
     lease_id: str
@@ -36,6 +38,7 @@ class LeasedKv:
     names: list[BlockName]
     num_ready: int
     complete: bool
+    kv_set: int = 0
 
 
 class Leases:
@@ -45,12 +48,12 @@ class Leases:
     owns the blocks. It is *broken* if the sequence ended in any other way.
     """
 
-    def __init__(self, terms: LeaseTerms | None, pool: BlockPool) -> None:
+    def __init__(self, terms: LeaseTerms | None, sets: BlockSets) -> None:
         self._terms = terms  # None: this engine holds no KV for other workers
         self._lease_s = terms.lease_s if terms is not None else 0.0
-        self._pool = pool
+        self._pools = sets.pools
         self._growing: dict[str, Sequence] = {}
-        self._held: dict[str, list[BlockId]] = {}
+        self._held: dict[str, list[list[BlockId]]] = {}  # their blocks in each KV set
         self._ends_s: dict[str, float] = {}  # when the held leases expire
         # Changes since the last call of take() or take_emptied():
         self._completed: list[LeasedKv] = []
@@ -76,9 +79,11 @@ class Leases:
         # The token that was just sampled has no KV yet. The worker that continues computes it.
         ticket = self._terms.ticket(lease_id, len(seq.token_ids) - 1)
         if seq.state is SequenceState.RUNNING:  # otherwise it was preempted during its last step and has no blocks
-            self._held[lease_id] = seq.blocks[: seq.num_blocks_for(ticket.num_tokens)]
-            self._pool.hold(self._held[lease_id])
-            self._completed.append(_kv_of(lease_id, self._growing.pop(lease_id), complete=True))
+            completed = self._kv_of(lease_id, self._growing.pop(lease_id), complete=True)
+            self._held[lease_id] = [kv.blocks for kv in completed]
+            for pool, kv in zip(self._pools, completed, strict=True):
+                pool.hold(kv.blocks)
+            self._completed += completed
         return ticket
 
     def blocks_released(self, lease_id: str) -> None:
@@ -98,7 +103,7 @@ class Leases:
 
     def take(self) -> tuple[list[LeasedKv], list[str]]:
         """Return the KV of all growing and newly held leases, and the ids of leases that broke since the last call."""
-        kv = [_kv_of(lease_id, seq, complete=False) for lease_id, seq in self._growing.items()]
+        kv = [part for lease_id, seq in self._growing.items() for part in self._kv_of(lease_id, seq, complete=False)]
         kv += self._completed
         broken, self._completed, self._broken = self._broken, [], []
         return kv, broken
@@ -112,14 +117,22 @@ class Leases:
     def release(self, lease_id: str) -> None:
         """Give the blocks of a held lease back to the pool. Does nothing while its sequence still runs."""
         self._ends_s.pop(lease_id, None)
-        self._pool.release(self._held.pop(lease_id, []))
+        for pool, blocks in zip(self._pools, self._held.pop(lease_id, []), strict=False):
+            pool.release(blocks)
 
-
-def _kv_of(lease_id: str, seq: Sequence, complete: bool) -> LeasedKv:
-    num_full, num_tokens = min(seq.num_named, len(seq.blocks)), len(seq.token_ids) - 1
-    keys, blocks = seq.keys[:num_full], seq.blocks[:num_full]
-    names = [seq.block_name(i) for i in range(num_full)]
-    if complete and num_tokens > num_full * seq.block_tokens:
-        keys.append(seq.key_up_to(num_tokens))
-        blocks.append(seq.blocks[num_full])
-    return LeasedKv(lease_id, keys, blocks, names, len(blocks), complete)
+    def _kv_of(self, lease_id: str, seq: Sequence, complete: bool) -> list[LeasedKv]:
+        """Return the KV of a lease in each KV set that has some."""
+        num_tokens = len(seq.token_ids) - 1
+        num_full = seq.num_named if seq.held else 0
+        keys = seq.keys[:num_full]
+        if complete and num_tokens > num_full * seq.block_tokens:
+            keys.append(seq.key_up_to(num_tokens))
+        parts = []
+        for kv_set, pool in enumerate(self._pools):
+            if pool.reach.is_bounded and not complete:
+                continue
+            first = first_leased(pool.reach, num_tokens, seq.block_tokens)
+            names = [seq.block_name(i) for i in range(first, num_full)]
+            blocks = seq.held[kv_set].between(first, len(keys)) if seq.held else []
+            parts.append(LeasedKv(lease_id, keys[first:], blocks, names, len(blocks), complete, kv_set))
+        return parts

@@ -5,38 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import OfferedBlock
+from stoker.sched.block_sets import BlockSets
 from stoker.sched.sequence import Sequence
 
 
 class Offers:
     """The open offers of one scheduler.
 
-    At most `max_offers` blocks are offered at a time, because an offered block cannot be reused. Further blocks are not
-    offered. Zero means that there is no store.
+    At most `max_offers` blocks of a KV set are offered at a time, and a quarter of its pool, because an offered block cannot
+    be reused. Further blocks are not offered. Zero means that there is no store.
     """
 
-    def __init__(self, max_offers: int, pool: BlockPool) -> None:
-        self._max_offers = max_offers
-        self._pool = pool
+    def __init__(self, max_offers: int, sets: BlockSets) -> None:
+        self._left = [min(max_offers, pool.num_blocks // 4) for pool in sets.pools]  # further offers of each KV set
+        self._pools = sets.pools
         self._new: list[OfferedBlock] = []
-        self._num_open = 0
 
-    def add(self, seq: Sequence, i: int) -> None:
-        """Offer the sequence's block `i`, if there is room for another offer."""
-        if self._num_open < self._max_offers:
-            self._num_open += 1
-            self._pool.hold([seq.blocks[i]])
-            self._new.append(OfferedBlock(seq.block_name(i), seq.blocks[i]))
+    def add(self, seq: Sequence, i: int, block: BlockId, kv_set: int) -> None:
+        """Offer the sequence's block `i` of a KV set, if there is room for another offer."""
+        if self._left[kv_set]:
+            self._left[kv_set] -= 1
+            self._pools[kv_set].hold([block])
+            self._new.append(OfferedBlock(seq.block_name(i), block, kv_set))
 
     def take(self) -> list[OfferedBlock]:
         """Return the blocks offered since the last call."""
         new, self._new = self._new, []
         return new
 
-    def end(self, blocks: Iterable[BlockId]) -> None:
+    def end(self, ended: Iterable[OfferedBlock]) -> None:
         """Release blocks that the store has copied or does not want."""
-        ended = list(blocks)
-        self._num_open -= len(ended)
-        self._pool.release(ended)
+        for offered in ended:
+            self._left[offered.kv_set] += 1
+            self._pools[offered.kv_set].release([offered.block])

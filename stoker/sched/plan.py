@@ -57,11 +57,16 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class BlockTableChange:
-    """Write `blocks` into the row's block table, starting at entry `first`."""
+    """Write `blocks` into the row's block table of a KV set, starting at entry `first`.
+
+    Entry i is the block of tokens i * block_tokens and following. Entries before those that a token sees may be
+    anything.
+    """
 
     row: Row
     first: int
     blocks: list[BlockId]
+    kv_set: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,11 @@ class TapeUpload:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one KV block on the device."""
+    """Copy one block of a KV set on the device."""
 
     src: BlockId
     dst: BlockId
+    kv_set: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,8 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     block_table_changes: list[BlockTableChange] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    fresh_blocks: list[BlockId] = field(default_factory=list)  # to clear, so that no earlier owner's KV can be read
+    # blocks of each KV set to clear, so that no earlier owner's KV can be read; missing sets have none
+    fresh_blocks: list[list[BlockId]] = field(default_factory=list)
     loads: list[KvLoad] = field(default_factory=list)
     tapes: list[TapeUpload] = field(default_factory=list)
     num_drafts: int = 0  # of all spans

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from stoker.base.ids import BlockId, Row
 from stoker.kv.blocks.transfer import KvLoad
 from stoker.sched.plan import ON_DEVICE, BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
-from stoker.sched.sequence import Sequence
+from stoker.sched.sequence import Sequence, SequenceState
 
 
 @dataclass(slots=True)
@@ -18,11 +18,11 @@ class PlanBuilder:
     """Collects the contents of one step."""
 
     budget: int  # tokens that this step can still compute
+    fresh_blocks: list[list[BlockId]]  # blocks taken in this step, in each KV set
     counts: dict[Sequence, int] = field(default_factory=dict)  # known tokens that this step computes, by sequence
     drafts: dict[Sequence, int] = field(default_factory=dict)  # drafts that follow them; missing: none
-    changes: dict[Sequence, BlockTableChange] = field(default_factory=dict)
-    new_rows: list[NewRow] = field(default_factory=list)
-    fresh_blocks: list[BlockId] = field(default_factory=list)
+    changes: dict[Sequence, dict[int, BlockTableChange]] = field(default_factory=dict)  # by KV set
+    new_rows: dict[Sequence, NewRow] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     loads: list[KvLoad] = field(default_factory=list)
 
@@ -52,13 +52,29 @@ class PlanBuilder:
         self.budget += self.counts.pop(seq, 0) + self.drafts.pop(seq, 0)
         self.changes.pop(seq, None)
 
+    def may_preempt(self, seq: Sequence) -> bool:
+        """Return True if the sequence runs, and did so before this step."""
+        return seq.state is SequenceState.RUNNING and seq not in self.new_rows
+
     def add_row(self, seq: Sequence) -> None:
         """Add the row that the sequence was just given."""
         request = seq.request
-        self.new_rows.append(
-            NewRow(seq.running_row, request.sampling, list(seq.token_ids), request.num_prompt, request.max_new_tokens)
+        self.new_rows[seq] = NewRow(
+            seq.running_row, request.sampling, list(seq.token_ids), request.num_prompt, request.max_new_tokens
         )
-        self.changes[seq] = BlockTableChange(seq.running_row, 0, list(seq.blocks))
+        self.changes[seq] = {
+            kv_set: BlockTableChange(seq.running_row, held.first, held.table_entries(held.first), kv_set)
+            for kv_set, held in enumerate(seq.held)
+        }
+
+    def add_blocks(self, seq: Sequence, kv_set: int, blocks: list[BlockId]) -> None:
+        """Append blocks that the sequence was just given in a KV set to its block table."""
+        changes = self.changes.setdefault(seq, {})
+        if (change := changes.get(kv_set)) is not None:
+            change.blocks.extend(blocks)
+        else:
+            first = len(seq.held[kv_set].ids) - len(blocks)
+            changes[kv_set] = BlockTableChange(seq.running_row, first, list(blocks), kv_set)
 
     @property
     def is_empty(self) -> bool:
@@ -67,13 +83,13 @@ class PlanBuilder:
     def build(self, freed_rows: list[Row], unfilled: list[BlockId]) -> StepPlan:
         """Return the plan. From now on, its tokens count as computed.
 
-        Fresh and `unfilled` blocks are cleared, except blocks that this step fills completely.
+        Fresh blocks and the `unfilled` ones of the first KV set are cleared, except blocks that this step fills completely.
         """
         spans: list[Span] = []
         token_ids: list[int] = []
         tapes: list[TapeUpload] = []
         drafts = self.drafts
-        filled = {copy.dst for copy in self.copies} | {block for load in self.loads for block in load.blocks}
+        filled = self._filled_blocks()
         for seq, count in self.counts.items():
             start, num_known, slack = seq.num_computed, len(seq.token_ids), seq.num_drafting
             end = seq.num_computed = start + count
@@ -91,19 +107,35 @@ class PlanBuilder:
             if drafts and seq in drafts:
                 token_ids += self._put_drafts(seq, span, tapes)
             if count >= seq.block_tokens and not slack:
-                filled.update(seq.blocks[-(-start // seq.block_tokens) : end // seq.block_tokens])
+                for blocks, held in zip(filled, seq.held, strict=True):
+                    blocks.update(held.ids[-(-start // seq.block_tokens) : end // seq.block_tokens])
+        self.fresh_blocks[0] += unfilled
         return StepPlan(
             spans,
             token_ids,
             freed_rows,
-            self.new_rows,
-            list(self.changes.values()),
+            list(self.new_rows.values()),
+            [change for changes in self.changes.values() for change in changes.values()],
             self.copies,
-            [block for block in self.fresh_blocks + unfilled if block not in filled],
+            [
+                [block for block in fresh if block not in own]
+                for fresh, own in zip(self.fresh_blocks, filled, strict=True)
+            ],
             self.loads,
             tapes,
             sum(drafts.values()),
         )
+
+    def _filled_blocks(self) -> list[set[BlockId]]:
+        """Return the blocks of each KV set that copies and loads fill."""
+        filled: list[set[BlockId]] = [set() for _ in self.fresh_blocks]
+        for copy in self.copies:
+            filled[copy.kv_set].add(copy.dst)
+        for load in self.loads:
+            filled[0].update(load.blocks)
+            for part in load.local:
+                filled[part.kv_set].update(part.blocks)
+        return filled
 
     def _put_drafts(self, seq: Sequence, span: Span, tapes: list[TapeUpload]) -> range:
         """Add the sequence's drafts to its span, and its tape if the device does not have it. Return the drafts' markers."""

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv.blocks.pool import BlockPool
+from stoker.sched.block_sets import BlockSets, PrefixMatch
 from stoker.sched.offers import Offers
 from stoker.sched.sequence import Sequence
 
 
 class PrefixCache:
-    """Reuse of KV between sequences, over the block pool. Each full block is offered to the store when it gets its key."""
+    """Reuse of KV between sequences, over the block pools. Each full block is offered to the store when it gets its key."""
 
-    def __init__(self, pool: BlockPool, offers: Offers) -> None:
-        self._pool = pool
+    def __init__(self, sets: BlockSets, offers: Offers) -> None:
+        self._sets = sets
         self._offers = offers
         self._computing: dict[BlockKey, Sequence] = {}  # prompt blocks that a running sequence has not finished yet
 
-    def match(self, seq: Sequence) -> list[BlockId]:
-        """Return the pool's blocks for the sequence's leading tokens, without taking a reference."""
+    def match(self, seq: Sequence) -> PrefixMatch:
+        """Return the pools' blocks for the sequence's leading tokens, without taking a reference."""
         seq.extend_keys()
-        return self._pool.match(seq.keys[: seq.num_reusable])
+        return self._sets.match(seq.keys[: seq.num_reusable])
 
-    def match_partial(self, seq: Sequence, num_matched: int) -> tuple[BlockId, int] | None:
-        """Return a block that starts with the same tokens as the sequence's block `num_matched`, and how many are
-        equal.
+    def match_partial(self, seq: Sequence, num_matched: int) -> tuple[list[BlockId], int] | None:
+        """Return a block, in each KV set, that starts with the same tokens as the sequence's block `num_matched`, and
+        how many are equal.
 
         The last known token is left out, because it is always computed.
         """
         start = num_matched * seq.block_tokens
         end = min(start + seq.block_tokens, len(seq.token_ids) - 1)
-        return self._pool.match_partial(seq.parent_of(num_matched), seq.token_ids[start:end])
+        return self._sets.match_partial(seq.parent_of(num_matched), seq.token_ids[start:end])
 
     def num_matched(self, seq: Sequence) -> int:
-        """Return how many leading blocks of a waiting sequence are in the pool.
+        """Return how many leading blocks of a waiting sequence are in the first pool.
 
         Only the changes since the last call are looked up, so this is fast for long prompts. It is an estimate: a block may
-        have been evicted before its successors. `match` is exact.
+        have been evicted before its successors, and the other KV sets are not looked at. `match` is exact.
         """
         seq.extend_keys()
-        keys, count, holds = seq.keys, min(seq.num_matched, seq.num_reusable), self._pool.holds
+        keys, count, holds = seq.keys, min(seq.num_matched, seq.num_reusable), self._sets.first_pool.holds
         while count and not holds(keys[count - 1]):
             count -= 1
         while count < seq.num_reusable and holds(keys[count]):
@@ -68,11 +68,13 @@ class PrefixCache:
         """Register the sequence's blocks that are full after `num_computed` tokens under their keys."""
         seq.extend_keys()
         for i in range(seq.num_named, num_computed // seq.block_tokens):
-            salt = None if i else seq.request.cache_salt
-            self._pool.name(seq.blocks[i], seq.keys[i], seq.parent_of(i), seq.tokens_of(i), salt)
+            name = (seq.keys[i], seq.parent_of(i), seq.tokens_of(i), None if i else seq.request.cache_salt)
             self._remove(seq, seq.keys[i])
             seq.num_named = i + 1
-            self._offers.add(seq, i)
+            for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
+                if (block := held.find(i)) is not None:
+                    pool.name(block, *name)
+                    self._offers.add(seq, i, block, kv_set)
 
     def _remove(self, seq: Sequence, key: BlockKey) -> None:
         if self._computing.get(key) is seq:

@@ -23,10 +23,9 @@ class TextGrammar:
 
 @dataclass(frozen=True, slots=True)
 class InputGrammar:
-    """The grammar of a JSON string inside the output. It begins with the first `opening` after `begin`."""
+    """The grammar of the input of a custom tool call, which is a JSON string inside the output."""
 
-    begin: str
-    opening: str
+    begin: str  # the text that begins the call
     grammar: TextGrammar
 
 

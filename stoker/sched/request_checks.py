@@ -6,7 +6,9 @@ from stoker.base.errors import ContextTooLong, InvalidRequest
 from stoker.sched.request import GenerateRequest
 
 
-def check_request(request: GenerateRequest, max_tokens: int | None, kv_tokens: int, vocab_size: int | None) -> None:
+def check_request(
+    request: GenerateRequest, max_tokens: int | None, kv_tokens: int | None, vocab_size: int | None
+) -> None:
     """Raise InvalidRequest if this engine can never complete the request.
 
     `max_tokens` is the model's context, `kv_tokens` the capacity of the KV cache. None means unlimited.
@@ -18,7 +20,7 @@ def check_request(request: GenerateRequest, max_tokens: int | None, kv_tokens: i
             f"{num_prompt} prompt tokens and up to {max_new_tokens} new tokens are {total_tokens} tokens, but the model's "
             f"context is {max_tokens}; shorten the prompt or lower max_tokens"
         )
-    if total_tokens > kv_tokens:
+    if kv_tokens is not None and total_tokens > kv_tokens:
         raise InvalidRequest(
             f"{num_prompt} prompt tokens and up to {max_new_tokens} new tokens need KV for {total_tokens} tokens, but the KV "
             f"cache holds {kv_tokens}; shorten the prompt or lower max_tokens",

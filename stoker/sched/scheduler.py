@@ -13,7 +13,7 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,12 +22,13 @@ from stoker.base.ids import BlockId, RequestId, Row
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
+from stoker.sched.block_sets import BlockSets, PrefixMatch
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.drafting import Drafting, NoDrafting
 from stoker.sched.leases import LeasedKv, Leases, LeaseTerms
 from stoker.sched.loads import PendingLoads, loadable_tokens
 from stoker.sched.offers import Offers
-from stoker.sched.plan import BlockCopy, BlockTableChange, Span, StepPlan, StepResult
+from stoker.sched.plan import BlockCopy, Span, StepPlan, StepResult
 from stoker.sched.plan_builder import PlanBuilder
 from stoker.sched.prefill_order import PrefillOrder
 from stoker.sched.prefix_cache import PrefixCache
@@ -52,10 +53,14 @@ class SchedulerConfig:
     max_rows: int  # maximum number of sequences that run at a time
     fingerprint: str = ""  # hash of model, tokenizer, KV layout and dtype; the root of all block keys
     lease: LeaseTerms | None = None  # None: hold no KV for other workers
-    max_offers: int = 0  # maximum number of blocks that are being copied to the store at a time
+    max_offers: int = 0  # maximum number of blocks of a KV set that are being copied to the store at a time
     target_itl_s: float = math.inf  # goal for the time between tokens, which limits mixed steps; infinity: no goal
     vocab_size: int | None = None  # None: accept any token id
     max_tokens: int | None = None  # limit of one sequence, prompt included; None: limited by the KV cache only
+    # Stages of the pipeline that executes the plans. With several, a sequence is not planned again before its sampled token
+    # is known, and each plan has its share of the sequences that decode.
+    stages: int = 1
+    pulls: bool = True  # False: KV of other workers is not pulled, and the tokens are computed
 
 
 @dataclass(slots=True)
@@ -87,22 +92,32 @@ class _LaunchedPlan(NamedTuple):
 class Scheduler:
     """Queues requests, plans steps, and turns their results into chunks of tokens."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, drafting: Drafting | None = None) -> None:
-        """`drafting` decides which drafts are verified; None: none ever."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        drafting: Drafting | None = None,
+        local_pools: Iterable[BlockPool] = (),
+    ) -> None:
+        """`pool` is that of the first KV set, and `local_pools` are those of the others, which have a bounded reach.
+        `drafting` decides which drafts are verified; None: none ever."""
         self._config = config
         self._drafting = drafting or NoDrafting()
-        self._pool = pool
+        self._sets = BlockSets([pool, *local_pools], config.block_tokens)
         self._by_id: dict[RequestId, Sequence] = {}
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()  # the one that was measured last is last
         self._running: list[Sequence] = []  # ordered by precedence; includes loading sequences
         self._free_rows = [Row(row) for row in reversed(range(config.max_rows))]
         self._freed_rows: list[Row] = []  # passed to the runner with the next plan
+        # Rows that a launched step of a pipeline still samples for, with the number of plans that must be committed first.
+        self._cooling_rows: deque[tuple[int, Row]] = deque()
+        self._num_plans = self._num_commits = 0
         self._launched: deque[_LaunchedPlan] = deque()
-        self._loads = PendingLoads()
-        self._unfilled: list[BlockId] = []  # blocks of failed loads, cleared with the next plan
-        self._leases = Leases(config.lease, pool)
-        self._offers = Offers(config.max_offers, pool)
-        self._prefixes = PrefixCache(pool, self._offers)
+        self._loads = PendingLoads(self._sets)
+        self._unfilled: list[BlockId] = []  # blocks of failed loads in the first KV set, cleared with the next plan
+        self._leases = Leases(config.lease, self._sets)
+        self._offers = Offers(config.max_offers, self._sets)
+        self._prefixes = PrefixCache(self._sets, self._offers)
         self._order = PrefillOrder(config.step_tokens, self._tokens_left)
         self._num_arrivals = 0
         self.counters = Counters()
@@ -137,10 +152,11 @@ class Scheduler:
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading."""
         config = self._config
+        if not config.pulls and request.ticket is not None:
+            request = replace(request, ticket=None)
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
-        kv_tokens = self._pool.num_blocks * config.block_tokens
-        check_request(request, config.max_tokens, kv_tokens, config.vocab_size)
+        check_request(request, config.max_tokens, self._sets.max_tokens, config.vocab_size)
         root = root_key(config.fingerprint, request.cache_salt)
         seq = Sequence(
             request=request,
@@ -168,7 +184,7 @@ class Scheduler:
 
     def expire(self, now: float) -> TokenChunks:
         """Set the time of this step, and end the requests whose deadline has passed. Return their last chunks."""
-        self._pool.now_s = now
+        self._sets.set_time(now)
         late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
         chunks = TokenChunks()
         for seq in late:
@@ -182,16 +198,17 @@ class Scheduler:
         finished = self._loads.finish(result)
         seq = finished.seq
         if seq.state is SequenceState.DONE:  # it ended during the load; its blocks are no longer written to
-            self._pool.release(seq.blocks)
-            seq.blocks = []
+            self._sets.release(seq)
             return
+        if finished.failed:
+            self._sets.shorten(seq, seq.num_named)
         seq.state = SequenceState.RUNNING
         seq.num_computed = finished.num_computed
         seq.pulled_tokens = finished.pulled_tokens
         self._count_cached(seq, finished.num_computed - finished.pulled_tokens)
         self.counters.loaded_tokens += finished.stored_tokens
         self.counters.pulled_tokens += finished.pulled_tokens
-        self.counters.failed_loads += bool(finished.unfilled)
+        self.counters.failed_loads += finished.failed
         self._unfilled += finished.unfilled
         self._prefixes.name_blocks(seq, seq.num_computed)
         if seq.num_to_compute > 1:
@@ -216,19 +233,19 @@ class Scheduler:
         """Return the blocks that are newly offered to the store."""
         return self._offers.take()
 
-    def end_offers(self, blocks: Iterable[BlockId]) -> None:
+    def end_offers(self, ended: Iterable[OfferedBlock]) -> None:
         """Release offered blocks that the store has copied or does not want."""
-        self._offers.end(blocks)
+        self._offers.end(ended)
 
     # ---- steps
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute now."""
-        to_compute = [(seq, seq.num_to_compute) for seq in self._running]
+        to_compute = [(seq, seq.num_to_compute) for seq in self._running if self._is_plannable(seq)]
         # Decode comes before prefill, so that a long prompt does not stall the sequences that decode.
-        decodes = [entry for entry in to_compute if entry[1] == 1]
+        decodes = self._stage_share([entry for entry in to_compute if entry[1] == 1])
         prefills = [entry for entry in to_compute if entry[1] > 1]
-        builder = PlanBuilder(budget=self._budget(len(decodes), prefills))
+        builder = PlanBuilder(self._budget(len(decodes), prefills), [[] for _ in self._sets.pools])
         for seq, num_to_compute in decodes:
             count = num_to_compute if num_to_compute <= builder.budget else builder.budget
             if not count or seq.state is not SequenceState.RUNNING:
@@ -236,7 +253,7 @@ class Scheduler:
             end = seq.num_computed + count
             if end > seq.max_tokens:  # the device computes nothing beyond it; `num_computed` is an upper bound
                 end = seq.max_tokens
-            if end <= len(seq.blocks) * seq.block_tokens or self._extend_blocks(seq, end, builder):
+            if end <= seq.room or self._extend_blocks(seq, end, builder):
                 builder.schedule(seq, count)
         self._add_drafts(builder, mixed=bool(prefills or self._waiting))
         self._compute_prompts([seq for seq, _ in prefills], builder)
@@ -248,10 +265,23 @@ class Scheduler:
         plan = builder.build(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
+        self._num_plans += 1
         self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
         self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
         self.counters.draft_tokens += plan.num_drafts
         return plan
+
+    def _is_plannable(self, seq: Sequence) -> bool:
+        """Return False while a pipeline samples the sequence's next token: the later stages do not know it."""
+        return self._config.stages == 1 or not seq.num_pending
+
+    def _stage_share(self, decodes: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Return the part of the decoding sequences that one plan of a pipeline has, so that the plans in flight together have
+        them all."""
+        stages = self._config.stages
+        if stages == 1:
+            return decodes
+        return decodes[: -(-len(self._running) // stages)]
 
     def _add_drafts(self, builder: PlanBuilder, mixed: bool) -> None:
         """Add drafts to the scheduled sequences, all of which decode.
@@ -274,11 +304,11 @@ class Scheduler:
         """
         first = seq.num_computed + 1
         # The device computes nothing beyond the sequence's limit, even if `first` is an upper bound beyond it.
-        missing = seq.num_blocks_for(min(first + num_drafts, seq.max_tokens)) - len(seq.blocks)
-        if 0 < missing <= self._pool.num_free:
-            self._append_blocks(seq, missing, builder)
-        elif missing > 0:
-            return len(seq.blocks) * seq.block_tokens - first
+        end = min(first + num_drafts, seq.max_tokens)
+        if end > seq.room:
+            if end > self._sets.free_tokens(seq):
+                return seq.room - first
+            self._append_blocks(seq, end, builder)
         return num_drafts
 
     def _budget(self, num_decodes: int, prefills: list[tuple[Sequence, int]]) -> int:
@@ -295,6 +325,9 @@ class Scheduler:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
         spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        self._num_commits += 1
+        while self._cooling_rows and self._cooling_rows[0][0] <= self._num_commits:
+            self._give_back_row(self._cooling_rows.popleft()[1])
         done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
             self.step_size.record(num_tokens, len(spans), result.step_s)
@@ -388,10 +421,10 @@ class Scheduler:
                 continue
             if blocked is not None or not self._may_be_passed(seq):
                 break
-            blocked, num_free = seq, self._pool.num_free
+            blocked, num_free = seq, self._sets.first_pool.num_free
             self._order.pass_over(seq)
         if blocked is not None:
-            blocked.blocks_passed += max(0, num_free - self._pool.num_free)
+            blocked.blocks_passed += max(0, num_free - self._sets.first_pool.num_free)
 
     def _take_turn(self, turn: Sequence, builder: PlanBuilder) -> bool:
         """Compute prompt tokens of a sequence, or of the running one whose blocks it waits for.
@@ -408,14 +441,25 @@ class Scheduler:
         if seq.state is SequenceState.RUNNING:
             if seq.num_to_compute <= 1:
                 return True  # launched steps compute the rest of its prompt
-            builder.schedule(seq, min(seq.num_to_compute, builder.budget))
+            self._schedule_prompt(seq, builder)
         elif not self._admit(seq, builder):
             return False
         if count := builder.counts.get(seq, 0):
             self._order.charge(turn, seq, count, seq.num_to_compute - count)
-        else:
+        elif seq.is_loading:
             self._order.discard(seq)  # until its blocks are loaded
         return True
+
+    def _schedule_prompt(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Compute prompt tokens of a running sequence, as many as it gets blocks for."""
+        end = seq.num_computed + min(seq.num_to_compute, builder.budget)
+        if end > seq.room:
+            # Only in a KV set with a bounded reach: in others it has had all of its blocks since it started.
+            self._sets.release_behind(seq)
+            end = min(end, max(self._sets.free_tokens(seq), seq.num_computed + 1))
+            if not self._extend_blocks(seq, end, builder):
+                return
+        builder.schedule(seq, end - seq.num_computed)
 
     def _may_be_passed(self, seq: Sequence) -> bool:
         """Return True if other tenants' sequences may start before this one, which does not fit.
@@ -443,39 +487,43 @@ class Scheduler:
 
         Return False if there are not.
         """
-        matched = self._prefixes.match(seq)
-        missing = seq.num_blocks_for(len(seq.token_ids) + 1) - len(matched)
-        if not self._make_room(seq, matched, missing, builder):
-            return False
-        self._pool.hold_matched(matched)
-        matched_tokens = len(matched) * seq.block_tokens
+        match = self._prefixes.match(seq)
+        num_matched = match.num_blocks
+        matched_tokens = num_matched * seq.block_tokens
         loadable = loadable_tokens(seq)
-        partial = self._prefixes.match_partial(seq, len(matched)) if loadable <= matched_tokens else None
+        loads = loadable > matched_tokens
+        wanted = self._sets.wanted(seq, match, loadable if loads else 0)
+        if not self._make_room(seq, match, wanted, builder):
+            return False
+        partial = None if loads else self._prefixes.match_partial(seq, num_matched)
+        self._sets.start(seq, match, wanted, builder.fresh_blocks)
         seq.num_computed = matched_tokens
-        seq.num_named = len(matched)
-        seq.blocks = matched + self._take_blocks(missing, builder)
+        seq.num_named = num_matched
         if partial is not None:
-            src, count = partial
-            builder.copies.append(BlockCopy(src, seq.blocks[len(matched)]))
+            sources, count = partial
+            builder.copies += [
+                BlockCopy(src, held.ids[num_matched], kv_set)
+                for kv_set, (src, held) in enumerate(zip(sources, seq.held, strict=True))
+            ]
             seq.num_computed += count
             self.counters.partial_tokens += count
         del self._waiting[seq]
         insort(self._running, seq, key=lambda s: s.precedence)
         seq.row_epoch += 1
         seq.row = self._free_rows.pop()
-        self._prefixes.start_computing(seq, len(matched))
+        self._prefixes.start_computing(seq, num_matched)
         builder.add_row(seq)
-        if loadable > matched_tokens:
+        if loads:
             seq.state = SequenceState.LOADING
-            builder.loads.append(self._loads.start(seq, len(matched), loadable))
+            builder.loads.append(self._loads.start(seq, num_matched, loadable))
         else:
             seq.state = SequenceState.RUNNING
             self._count_cached(seq, matched_tokens)
-            builder.schedule(seq, min(seq.num_to_compute, builder.budget))
+            self._schedule_prompt(seq, builder)
         return True
 
-    def _make_room(self, seq: Sequence, matched: list[BlockId], missing: int, builder: PlanBuilder) -> bool:
-        """Free a row and `missing` blocks besides the matched ones, by preempting sequences of worse priority.
+    def _make_room(self, seq: Sequence, match: PrefixMatch, wanted: list[range], builder: PlanBuilder) -> bool:
+        """Free a row and the wanted blocks besides the matched ones, by preempting sequences of worse priority.
 
         Return False if there is still too little room. No sequence is preempted if preempting all of them would not be
         enough.
@@ -487,12 +535,12 @@ class Scheduler:
         ]
         if not self._free_rows and not preemptible:
             return False
-        if self._pool.num_free_after(matched) + sum(len(other.blocks) for other in preemptible) < missing:
+        if not self._sets.can_start(match, wanted, preemptible):
             return False
-        while preemptible and (not self._free_rows or self._pool.num_free_after(matched) < missing):
+        while preemptible and (not (self._free_rows or self._cooling_rows) or not self._sets.can_start(match, wanted)):
             self._preempt(preemptible.pop(), builder)
         # There may still be too few blocks, if the preempted sequences shared theirs with others.
-        return self._pool.num_free_after(matched) >= missing
+        return bool(self._free_rows) and self._sets.can_start(match, wanted)
 
     def _count_cached(self, seq: Sequence, num_tokens: int) -> None:
         if seq.cached_tokens is None:
@@ -504,29 +552,24 @@ class Scheduler:
     def _extend_blocks(self, seq: Sequence, num_tokens: int, builder: PlanBuilder) -> bool:
         """Take blocks until a running sequence has room for `num_tokens` tokens.
 
-        If the pool has too few, the sequences of lowest precedence are preempted. Return False if `seq` itself was.
+        If a pool has too few, the sequences of lowest precedence are preempted, except those that start in this step.
+        Return False if `seq` itself was preempted, or if it gets no blocks in this step.
         """
-        missing = seq.num_blocks_for(num_tokens) - len(seq.blocks)
-        while self._pool.num_free < missing:
-            victim = next(other for other in reversed(self._running) if other.state is SequenceState.RUNNING)
+        self._sets.release_behind(seq)
+        while num_tokens > self._sets.free_tokens(seq):
+            if self._sets.releases_soon(seq):
+                return False
+            victim = next(other for other in reversed(self._running) if builder.may_preempt(other))
             self._preempt(victim, builder)
             if victim is seq:
                 return False
-        self._append_blocks(seq, missing, builder)
+        self._append_blocks(seq, num_tokens, builder)
         return True
 
-    def _append_blocks(self, seq: Sequence, count: int, builder: PlanBuilder) -> None:
-        blocks = self._take_blocks(count, builder)
-        if (change := builder.changes.get(seq)) is not None:
-            change.blocks.extend(blocks)
-        else:
-            builder.changes[seq] = BlockTableChange(seq.running_row, len(seq.blocks), blocks)
-        seq.blocks += blocks
-
-    def _take_blocks(self, count: int, builder: PlanBuilder) -> list[BlockId]:
-        blocks = self._pool.take(count)
-        builder.fresh_blocks += blocks
-        return blocks
+    def _append_blocks(self, seq: Sequence, num_tokens: int, builder: PlanBuilder) -> None:
+        """Give a running sequence room for `num_tokens` tokens. There are enough free blocks."""
+        for kv_set, blocks in self._sets.extend(seq, num_tokens, builder.fresh_blocks):
+            builder.add_blocks(seq, kv_set, blocks)
 
     def _preempt(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Move a running sequence back to the queue. Its full blocks stay in the prefix cache until they are reused."""
@@ -570,13 +613,18 @@ class Scheduler:
         if seq.request.lease_id is not None:
             self._leases.blocks_released(seq.request.lease_id)
         if seq.state is not SequenceState.LOADING:  # a load still writes into its blocks: finish_load() releases them
-            self._pool.release(seq.blocks)
-            seq.blocks = []
-        self._free_rows.append(seq.running_row)
-        self._freed_rows.append(seq.running_row)
+            self._sets.release(seq)
+        if self._config.stages == 1 or self._num_plans == self._num_commits:
+            self._give_back_row(seq.running_row)
+        else:
+            self._cooling_rows.append((self._num_plans, seq.running_row))
         seq.row = None
         seq.uploaded_tape = None
         seq.row_epoch += 1
+
+    def _give_back_row(self, row: Row) -> None:
+        self._free_rows.append(row)
+        self._freed_rows.append(row)
 
 
 def _up_to_last(seq: Sequence, token_ids: list[int]) -> list[int]:

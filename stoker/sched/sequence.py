@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from stoker.base.ids import BlockId, BlockKey, Row
+from stoker.base.ids import BlockKey, Row
 from stoker.kv.blocks.keys import next_key, salt_hash
 from stoker.kv.blocks.transfer import BlockName
 from stoker.sched.draft_tape import DraftTape
+from stoker.sched.held_blocks import HeldBlocks
 from stoker.sched.request import GenerateRequest, TokenUsage
 
 
@@ -33,7 +34,8 @@ class Sequence:
     num_stored: int = 0  # leading blocks that a tier holds and that are worth loading
     state: SequenceState = SequenceState.WAITING
     row: Row | None = None
-    blocks: list[BlockId] = field(default_factory=list)
+    held: tuple[HeldBlocks, ...] = ()  # its blocks in each KV set; empty while it has none
+    room: int = 0  # tokens for which it has blocks in all KV sets
     num_matched: int = 0  # leading blocks that the pool held when it was last asked; an estimate while waiting
     num_named: int = 0  # leading blocks that the pool has registered under their keys
     num_computed: int = 0  # tokens that are computed, or that a launched step computes, if all its drafts are accepted
@@ -59,6 +61,10 @@ class Sequence:
         if num_known >= self.max_tokens or (self.num_pending and self.request.lease_id is not None):
             return 0
         return num_known + self.num_drafting - self.num_computed
+
+    @property
+    def is_loading(self) -> bool:
+        return self.state is SequenceState.LOADING
 
     @property
     def has_output(self) -> bool:

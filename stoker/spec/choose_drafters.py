@@ -11,7 +11,9 @@ from stoker.spec.drafter import DRAFTERS, DrafterParts, build_drafter
 from stoker.spec.tape_drafting import GRAMMAR, TapeDrafting
 
 OFF, AUTO = "off", "auto"
-EAGLE3 = "eagle3"  # a draft model, which guesses on the device (engine/device_drafter.py)
+# Draft models, which guess on the device (engine/device_drafter.py): a head in a folder, and a layer of the model's own files.
+EAGLE3, MTP = "eagle3", "mtp"
+_DRAFT_MODELS = (EAGLE3, MTP)
 # In the order in which they are asked while none was right more often than another.
 _AUTO_DRAFTERS = ("prediction", "cache", "suffix", "ngram", GRAMMAR)
 
@@ -32,16 +34,18 @@ class DrafterChoice:
         for part in setting.split(","):
             name, _, argument = part.strip().partition(":")
             names = _AUTO_DRAFTERS if name == AUTO else (name,)
-            if name != AUTO and name not in (GRAMMAR, EAGLE3) and name not in DRAFTERS:
-                known = ", ".join([OFF, AUTO, EAGLE3, GRAMMAR, *DRAFTERS])
+            if name != AUTO and name not in (GRAMMAR, *_DRAFT_MODELS) and name not in DRAFTERS:
+                known = ", ".join([OFF, AUTO, *_DRAFT_MODELS, GRAMMAR, *DRAFTERS])
                 raise ConfigError(f"--drafter {setting}: there is no drafter {name!r}; available: {known}")
             if name == EAGLE3 and not argument:
                 raise ConfigError(f"--drafter {setting}: {EAGLE3!r} needs its folder; write --drafter {EAGLE3}:FOLDER")
-            if name in (AUTO, GRAMMAR) and argument:
+            if name in (AUTO, GRAMMAR, MTP) and argument:
                 raise ConfigError(f"--drafter {setting}: {name!r} takes no argument; write --drafter {name}")
             if twice := [one for one in names if one in arguments]:
                 raise ConfigError(f"--drafter {setting}: the drafter {twice[0]!r} is named twice; name it once")
             arguments |= dict.fromkeys(names, argument)
+        if set(_DRAFT_MODELS) <= set(arguments):
+            raise ConfigError(f"--drafter {setting}: an engine has one draft model; name {EAGLE3!r} or {MTP!r}")
         return cls(arguments)
 
     @property
@@ -55,8 +59,8 @@ class DrafterChoice:
 
     @property
     def draft_model(self) -> str | None:
-        """The folder of the draft model, if there is one."""
-        return self.arguments.get(EAGLE3)
+        """The name of the draft model, if there is one."""
+        return next((name for name in _DRAFT_MODELS if name in self.arguments), None)
 
     def build(self, parts: DrafterParts, counts: DraftCounts) -> Drafting:
         """Return the drafting. What it verifies is counted in `counts`. Raises ConfigError for a wrong argument."""
@@ -65,6 +69,6 @@ class DrafterChoice:
         drafters = {
             name: build_drafter(name, replace(parts, argument=argument))
             for name, argument in self.arguments.items()
-            if name not in (GRAMMAR, EAGLE3)
+            if name not in (GRAMMAR, *_DRAFT_MODELS)
         }
-        return TapeDrafting(drafters, counts, EAGLE3 if self.draft_model is not None else None)
+        return TapeDrafting(drafters, counts, self.draft_model)

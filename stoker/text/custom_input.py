@@ -5,15 +5,13 @@ The model writes `{"input": "TEXT"}` as JSON, in pieces. Arguments of any other 
 
 from __future__ import annotations
 
-import json
 import re
 
 _START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAY_START = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?\Z')
-_WHOLE_PIECES = re.compile(
-    r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\(?!u)[\s\S]|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*'
-)
-_MAX_ESCAPE = 12  # characters of the longest escape, a surrogate pair
+_PLAIN = re.compile(r'[^"\\]*')
+_SIMPLE = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class CustomInput:
@@ -24,6 +22,8 @@ class CustomInput:
         self._mode = "start"  # start, text, raw or ended
 
     def push(self, arguments: str) -> str:
+        if self._mode == "ended":
+            return ""
         self._held += arguments
         if self._mode == "start":
             found = _START.match(self._held)
@@ -45,20 +45,59 @@ class CustomInput:
         return held if self._mode in ("start", "raw") else ""
 
     def _unescaped(self) -> str:
-        found = _WHOLE_PIECES.match(self._held)
-        end = found.end() if found is not None else 0
-        whole, self._held = self._held[:end], self._held[end:]
-        if self._held.startswith('"'):
-            self._mode, self._held = "ended", ""
-        elif len(self._held) >= _MAX_ESCAPE:  # not a valid escape: the rest is taken as it is
-            whole, self._held = whole + self._held[:1].replace("\\", "\\\\"), self._held[1:]
-            return _decoded(whole) + self._unescaped()
-        return _decoded(whole)
+        """Take the whole characters off the text that is held, up to the quote that ends it."""
+        texts, held, at = [], self._held, 0
+        while at < len(held):
+            plain = _PLAIN.match(held, at)
+            assert plain is not None
+            texts.append(plain.group())
+            at = plain.end()
+            if at == len(held):
+                break
+            if held[at] == '"':
+                self._mode, at = "ended", len(held)
+                break
+            found = _escape(held, at)
+            if found is None:
+                break  # its end has not come
+            texts.append(found[0])
+            at += found[1]
+        self._held = held[at:]
+        return "".join(texts)
 
 
-def _decoded(text: str) -> str:
-    try:
-        value: str = json.loads(f'"{text}"', strict=False)
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    except json.JSONDecodeError:  # an escape that JSON does not have
-        return text
+def _escape(text: str, at: int) -> tuple[str, int] | None:
+    """Return the character of the escape at `at` and its length, or None if the text ends in it.
+
+    What is not an escape of JSON stands for itself.
+    """
+    if at + 1 == len(text):
+        return None
+    if text[at + 1] != "u":
+        return _SIMPLE.get(text[at + 1], text[at : at + 2]), 2
+    first = _code(text, at)
+    if first is None or first < 0:
+        return None if first is None else ("\\", 1)
+    if not 0xD800 <= first < 0xDC00:
+        return _character(first), 6
+    if text[at + 6 : at + 8] not in ("", "\\", "\\u"):
+        return _character(first), 6
+    second = _code(text, at + 6) if len(text) >= at + 8 else None
+    if second is None:
+        return None
+    if not 0xDC00 <= second < 0xE000:
+        return _character(first), 6
+    return chr(0x10000 + ((first - 0xD800) << 10) + (second - 0xDC00)), 12
+
+
+def _code(text: str, at: int) -> int | None:
+    """Return the number of the escape `\\uXXXX` at `at`: None if the text ends in it, -1 if it is not one."""
+    digits = text[at + 2 : at + 6]
+    if any(digit not in _HEX for digit in digits):
+        return -1
+    return int(digits, 16) if len(digits) == 4 else None
+
+
+def _character(code: int) -> str:
+    """Return a character. Half of a surrogate pair is none."""
+    return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)

@@ -14,6 +14,7 @@ from stoker.base.errors import ModelFilesError
 
 _TEXT_FILES = (
     "tokenizer.json",
+    "tiktoken.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.json",

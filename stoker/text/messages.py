@@ -25,6 +25,7 @@ class TemplateTraits:
     arguments: ArgumentsShape
     tests_for_none: bool  # it recognizes a tool call by `content is none`
     knows_developer: bool
+    knows_thinking: bool  # it calls the reasoning of an answer `thinking`
 
     @classmethod
     def of(cls, source: str) -> TemplateTraits:
@@ -33,6 +34,7 @@ class TemplateTraits:
             arguments="text" if takes_text else "object",
             tests_for_none=bool(re.search(r"content\S*\s+is\s+(not\s+)?none", source)),
             knows_developer="developer" in source,
+            knows_thinking="message.thinking" in source,
         )
 
 
@@ -82,6 +84,8 @@ def _prepare(message: Any, where: str, traits: TemplateTraits) -> dict[str, Any]
         ]
     else:
         prepared.pop("tool_calls", None)
+    if traits.knows_thinking and "reasoning_content" in prepared and not (calls and content):
+        prepared.setdefault("thinking", prepared["reasoning_content"])
     prepared["content"] = None if calls and not content and traits.tests_for_none else content
     return prepared
 

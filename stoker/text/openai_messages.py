@@ -99,7 +99,7 @@ def _add_assistant(message: Message, place: str, call_ids: set[str], result: dic
 
 
 def _template_call(call: PastToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": _template_function(call.function)}
+    return {"id": call.id, "type": "function", "function": _template_function(call.called)}
 
 
 def _template_function(function: CalledFunction) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from stoker.base.errors import InvalidRequest, ModelFilesError
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.folder import read_object, read_text, token_ids, token_text
 from stoker.text.segments import AddedToken, SegmentCache, Splitter, newline_settles
+from stoker.text.tiktoken_file import FILE_NAME as TIKTOKEN_FILE
+from stoker.text.tiktoken_file import read_tiktoken
 from stoker.text.vocabulary import build_vocabulary
 
 _CACHE_BYTES = 256 << 20
@@ -67,15 +69,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
-        file = path / "tokenizer.json"
-        text = read_text(file)
-        if text is None:
-            raise ModelFilesError(f"{file} is missing: download the model's own file into this folder")
-        try:
-            raw = tokenizers.Tokenizer.from_str(text)
-        except Exception as broken:  # `tokenizers` raises bare Exception for everything
-            raise ModelFilesError(f"{file} is damaged ({broken}): download the model again") from broken
         settings = read_object(path / "tokenizer_config.json")
+        raw = _read_raw(path, settings)
         names = read_object(path / "special_tokens_map.json") | settings
         _add_configured(raw, settings.get("added_tokens_decoder"), path / "tokenizer_config.json")
         eos_token = token_text(names.get("eos_token"))
@@ -142,6 +137,20 @@ class Tokenizer:
             return []
         encodings = self._raw.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+
+def _read_raw(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    text = read_text(file)
+    if text is None:
+        ranks = read_text(path / TIKTOKEN_FILE)
+        if ranks is not None:
+            return read_tiktoken(path / TIKTOKEN_FILE, ranks, settings)
+        raise ModelFilesError(f"{file} is missing: download the model's own file into this folder")
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as broken:  # `tokenizers` raises bare Exception for everything
+        raise ModelFilesError(f"{file} is damaged ({broken}): download the model again") from broken
 
 
 def _pack(ids: list[int]) -> array[int]:

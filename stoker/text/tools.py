@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.tools import Function, FunctionName, Tool, ToolChoice, ToolReference
 from stoker.sched.request import TextGrammar
+from stoker.text.custom_tools import custom_function, custom_grammar
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
@@ -28,6 +29,7 @@ class ToolPlan:
     parallel: bool = True
     strict: frozenset[str] = frozenset()  # names of the tools whose calls must fit their schema, also if none is forced
     inputs: Mapping[str, TextGrammar] = field(default_factory=dict)  # the grammars of custom tools, by name
+    custom: frozenset[str] = frozenset()  # names of the custom tools of a chat request
 
     @property
     def holds_calls(self) -> bool:
@@ -61,14 +63,7 @@ class ToolPlan:
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
     """Return the tools of a chat request, or its `functions`, the older form of the same."""
     if request.functions is None and request.function_call is None:
-        given = [tool.function for tool in request.tools or () if tool.function is not None]
-        return plan_tools(
-            _chat_functions(request.tools),
-            request.tool_choice,
-            request.parallel_tool_calls,
-            max_tools,
-            strict=strict_names(given),
-        )
+        return _chat_plan(request.tools, request.tool_choice, request.parallel_tool_calls, max_tools)
     if request.tools:
         raise InvalidRequest("Give either 'tools' or 'functions', which is their older form.", param="functions")
     older = request.functions or []
@@ -83,18 +78,42 @@ def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
 
 def offered_tools(tools: list[Tool] | None, max_tools: int) -> ToolPlan:
     """Return the plan for tools with tool_choice "auto"."""
-    return plan_tools(_chat_functions(tools), None, None, max_tools)
+    return _chat_plan(tools, None, None, max_tools)
 
 
-def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
-    functions = []
+def _chat_plan(
+    tools: list[Tool] | None, choice: str | ToolChoice | None, parallel: bool | None, max_tools: int
+) -> ToolPlan:
+    functions: list[Function] = []
+    inputs: dict[str, TextGrammar] = {}
+    custom: set[str] = set()
     for i, tool in enumerate(tools or ()):
-        if tool.type != "function":
+        if tool.type not in ("function", "custom"):
             raise _unsupported(tool.type, f"tools[{i}].type")
-        if tool.function is None:
-            raise InvalidRequest(f"Missing required parameter: 'tools[{i}].function'.", param=f"tools[{i}].function")
-        functions.append(checked_function(tool.function, f"tools[{i}].function"))
-    return functions
+        if (tool.function if tool.type == "function" else tool.custom) is None:
+            place = f"tools[{i}].{tool.type}"
+            raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place)
+        if tool.type == "function" and tool.function is not None:
+            functions.append(tool.function)
+        elif tool.custom is not None:
+            given = _flat_format(tool.custom.format)
+            grammar = custom_grammar(given, f"tools[{i}].custom.format")
+            if grammar is not None:
+                inputs[tool.custom.name] = grammar
+            custom.add(tool.custom.name)
+            functions.append(custom_function(tool.custom.name, tool.custom.description, grammar))
+    offered = [
+        checked_function(function, f"tools[{i}].{'custom' if function.name in custom else 'function'}")
+        for i, function in enumerate(functions)
+    ]
+    plan = plan_tools(offered, choice, parallel, max_tools, strict=strict_names(functions), inputs=inputs)
+    return replace(plan, custom=frozenset(custom))
+
+
+def _flat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a custom tool's format as the Responses API has it: without an object around the grammar."""
+    nested = form.get("grammar") if form is not None else None
+    return form if form is None or not isinstance(nested, dict) else {"type": form.get("type")} | nested
 
 
 def strict_names(functions: Iterable[Function]) -> frozenset[str]:
@@ -152,8 +171,9 @@ def plan_tools(
         case "required":
             mode, allowed = "required", offered
         case ToolChoice(type="function" | "custom"):
-            name = choice.function.name if choice.function is not None else choice.name
-            place = f"{param}.function.name" if choice.function is not None else f"{param}.name"
+            nested_name = choice.function or choice.custom
+            name = nested_name.name if nested_name is not None else choice.name
+            place = f"{param}.{choice.type}.name" if nested_name is not None else f"{param}.name"
             mode, allowed, parallel = "named", [_named(offered, name, place, param)], False
         case ToolChoice(type="allowed_tools"):
             nested = choice.allowed_tools
@@ -179,12 +199,13 @@ def _named(offered: list[dict[str, Any]], name: str | None, place: str, param: s
 
 
 def _name_of(reference: ToolReference) -> str | None:
-    return reference.function.name if reference.function is not None else reference.name
+    nested = reference.function or reference.custom
+    return nested.name if nested is not None else reference.name
 
 
 def _unsupported(kind: str, place: str) -> InvalidRequest:
     return InvalidRequest(
-        f"Invalid value for '{place}': '{kind}'. Only 'function' tools are supported.",
+        f"Invalid value for '{place}': '{kind}'. Only 'function' and 'custom' tools are supported.",
         param=place,
         code="unsupported_tool",
     )

@@ -41,7 +41,9 @@ class TargetForward:
         num_blocks = max_tokens // self._block_tokens + max_rows
         self._kv = DeviceKv(built.layout, num_blocks, self.device, built.settings.dtype)
         max_blocks = -(-max_length // self._block_tokens)
-        self._rows = RowTable(max_rows, max_blocks, built.vocab_size, self.device, NoGrammars())
+        self._rows = RowTable(
+            max_rows, max_blocks, built.vocab_size, self.device, NoGrammars(), num_sets=len(built.layout.sets)
+        )
 
     @torch.no_grad()
     def run(self, sequences: Sequence[Sequence[int]]) -> TargetStates:
@@ -50,7 +52,7 @@ class TargetForward:
         for number, sequence in enumerate(sequences):
             count = -(-len(sequence) // self._block_tokens)
             blocks = [BlockId(block) for block in range(first, first + count)]
-            changes.append(BlockTableChange(Row(number), 0, blocks))
+            changes += [BlockTableChange(Row(number), 0, blocks, kv_set) for kv_set in range(len(self._kv.sets))]
             spans.append(Span(Row(number), 0, len(sequence), False))
             first += count
         self._rows.apply(StepPlan([], [], block_table_changes=changes))

@@ -17,8 +17,9 @@ import torch
 from stoker.base.allowance import usable_cores
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
-from stoker.engine.build import build_engine, read_hf_config
+from stoker.engine.build import build_engine
 from stoker.engine.memory import ResolvedSettings, resolve
+from stoker.engine.model_identity import read_hf_config
 from stoker.models.eagle3_config import Eagle3Config, read_eagle3_config
 from stoker.models.family import ModelShape, family_of
 from stoker.sched.request import SamplingParams

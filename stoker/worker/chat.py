@@ -20,17 +20,17 @@ from stoker.proto.openai.chat import (
     ChatFinish,
     ChatMessage,
     ChatRequest,
-    FunctionDelta,
     ToolCallDelta,
 )
 from stoker.proto.openai.chunk_template import ChunkTemplate
 from stoker.proto.openai.errors import HttpError
-from stoker.proto.openai.tools import FunctionCall, ToolCall
+from stoker.proto.openai.tools import ToolCall
 from stoker.proto.sse import encode_event
 from stoker.sched.request import TokenLogprobs
 from stoker.text.conversation import chat_conversation
-from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
+from stoker.text.parsers.contract import ReasoningDelta, TextDelta
 from stoker.text.tools import ToolPlan, chat_tools
+from stoker.worker.chat_calls import ChatCalls, add_delta
 from stoker.worker.choices import GenerationOptions, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.conversations import PreparedConversation, prepare_conversation
@@ -152,6 +152,7 @@ def _refuse_unsupported(body: ChatRequest) -> None:
 class _CollectedChoice:
     """The joined pieces of one choice."""
 
+    writer: ChatCalls
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -168,10 +169,8 @@ class _CollectedChoice:
                     self.content.append(delta.text)
                 case ReasoningDelta():
                     self.reasoning.append(delta.text)
-                case ToolCallStart():
-                    self.calls.append(ToolCall(id=delta.call_id, function=FunctionCall(name=delta.name)))
-                case ToolArgumentsDelta():
-                    self.calls[delta.index].function.arguments += delta.text
+        for call in self.writer.push(piece.deltas, piece.finish is not None):
+            add_delta(self.calls, call)
 
 
 class ChatCollector:
@@ -179,7 +178,7 @@ class ChatCollector:
 
     def __init__(self, answer: ChatAnswer) -> None:
         self._answer = answer
-        self._collected = [_CollectedChoice() for _ in answer.choices]
+        self._collected = [_CollectedChoice(ChatCalls(answer.tools.custom)) for _ in answer.choices]
 
     def take(self, piece: AnswerPiece) -> bool:
         collected = self._collected[piece.index]
@@ -237,9 +236,11 @@ class ChatEvents:
         self._later = ChunkTemplate(answer.chunk(usage))
         self._with_ids = bool(answer.body.return_token_ids)
         self._token_bytes = answer.setup.context.text.tokenizer.token_bytes
+        self._calls = {choice.index: ChatCalls(answer.tools.custom) for choice in answer.choices}
         self.wait_for_room = stream.wait_for_room
 
     def take(self, piece: AnswerPiece) -> bool:
+        calls = self._calls[piece.index].push(piece.deltas, piece.finish is not None)
         if piece.replayed:
             return True
         template = self._later if self._started else self._first
@@ -248,11 +249,11 @@ class ChatEvents:
             self._started.add(piece.index)
         event = b""
         if opens or piece.deltas or piece.finish is not None or piece.logprobs or self._with_ids:
-            event = template.event(self._choice(piece, opens))
+            event = template.event(self._choice(piece, calls, opens))
         return self._stream.send(piece, event)
 
-    def _choice(self, piece: AnswerPiece, opens: bool) -> ChatChunkChoice:
-        delta = _delta(piece)
+    def _choice(self, piece: AnswerPiece, calls: list[ToolCallDelta], opens: bool) -> ChatChunkChoice:
+        delta = _delta(piece, calls)
         if self._answer.has_functions and not isinstance(delta.tool_calls, UnsetType):
             delta.function_call, delta.tool_calls = delta.tool_calls[0].function, UNSET
         if opens:
@@ -266,23 +267,14 @@ class ChatEvents:
         )
 
 
-def _delta(piece: AnswerPiece) -> ChatDelta:
+def _delta(piece: AnswerPiece, calls: list[ToolCallDelta]) -> ChatDelta:
     content, reasoning = "", ""
-    calls: list[ToolCallDelta] = []
     for delta in piece.deltas:
         match delta:
             case TextDelta():
                 content += delta.text
             case ReasoningDelta():
                 reasoning += delta.text
-            case ToolCallStart():
-                function = FunctionDelta(name=delta.name, arguments="")
-                calls.append(ToolCallDelta(index=delta.index, id=delta.call_id, type="function", function=function))
-            case ToolArgumentsDelta():
-                if calls and calls[-1].index == delta.index:  # some clients read only the first entry of a chunk
-                    calls[-1].function.arguments += delta.text
-                    continue
-                calls.append(ToolCallDelta(index=delta.index, function=FunctionDelta(arguments=delta.text)))
     return ChatDelta(
         content=content or UNSET,
         reasoning_content=reasoning or UNSET,

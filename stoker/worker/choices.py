@@ -99,7 +99,7 @@ def make_choices(
                 sampling=replace(sampling, seed=choice_seed(sampling.seed, i)),
                 max_new_tokens=max_tokens,
                 cache_salt=fields.cache_salt or "",
-                priority=fields.priority or 0,
+                priority=fields.engine_priority,
                 tenant=share.tenant,
                 tenant_weight=share.weight,
                 deadline_s=deadline_s,

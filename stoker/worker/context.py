@@ -26,6 +26,7 @@ from stoker.worker.errors import BodyTooSlow
 from stoker.worker.generate import ChunkSource
 from stoker.worker.identity import Identity
 from stoker.worker.metrics import WorkerMetrics
+from stoker.worker.open_work import OpenWork
 from stoker.worker.sampling import ModelLimits
 from stoker.worker.state import ServerState
 
@@ -111,6 +112,7 @@ class WorkerContext:
     log: EventLog
     unknown_fields: UnknownFields
     text_threads: ThreadPoolExecutor
+    open_work: OpenWork = field(default_factory=OpenWork)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

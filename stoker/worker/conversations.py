@@ -58,8 +58,9 @@ async def prepare_conversation(
             prompt = await render_off_loop(context, stable, specials)
     prompt = truncated(prompt, body, options.max_tokens, context.limits)
     ids = AnswerIds.of(setup.request_id, setup.created, prompt.token_ids)
-    # The grammar of a constrained answer holds from its first token on, so there is no reasoning.
-    reasoning = context.text.reasoning_parser if split_reasoning and not constrained else None
+    reasoning = context.text.reasoning_parser
+    if reasoning is not None and not reasoning.frames_text and (constrained or not split_reasoning):
+        reasoning = None  # the grammar of a constrained answer holds from its first token on
     starts_inside = reasoning is not None and reasoning.opened_by(_end_of(prompt, context.text))
     constraint = answer_constraint(context.text, options.constraint, tools, reasoning, starts_inside)
 

@@ -20,6 +20,7 @@ from stoker.proto.openai.decode import decode
 from stoker.proto.openai.errors import HttpError
 from stoker.proto.openai.fields import GenerationFields
 from stoker.proto.openai.not_honoured import not_honoured
+from stoker.proto.work import WORK_HEADER
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, PieceSink, generate
 from stoker.worker.guard import check_fields
@@ -90,11 +91,17 @@ class GeneratingEndpoint(Generic[Fields]):
             raise Overloaded(
                 "This worker was given another model while it prepared this request; retry it.", code="model_switching"
             )
-        if body.stream:
-            return await _stream(request, answer, has_notes)
-        collector = answer.collector()
-        await generate(context.service, answer.choices, request[RECORD], collector)
-        return web.Response(body=msgspec.json.encode(collector.result()), content_type="application/json")
+        prompts = sum(choice.request.num_prompt for choice in answer.choices if choice.counts_prompt)
+        output = sum(choice.request.max_new_tokens for choice in answer.choices)
+        work = request[RECORD].work = context.open_work.accept(request.headers.get(WORK_HEADER), prompts, output)
+        try:
+            if body.stream:
+                return await _stream(request, answer, has_notes)
+            collector = answer.collector()
+            await generate(context.service, answer.choices, request[RECORD], collector)
+            return web.Response(body=msgspec.json.encode(collector.result()), content_type="application/json")
+        finally:
+            work.end()
 
     async def choices_of(
         self, context: WorkerContext, data: bytes, transfer: dict[str, Any] | None, request_id: str

@@ -11,6 +11,7 @@ from aiohttp import web
 from stoker.sched.request import TokenUsage
 from stoker.worker.draft_metrics import OutputKind
 from stoker.worker.metrics import WorkerMetrics
+from stoker.worker.open_work import AcceptedWork
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +25,7 @@ class RequestRecord:
     cached_tokens: int = 0
     pulled_tokens: int = 0
     generated_tokens: int = 0
+    work: AcceptedWork | None = None  # what gateways are told about it; None for requests that do not generate
     ignored_fields: Sequence[str] = ()  # of the request; named in a header of the answer
     _last_chunk_s: dict[int, float] = field(default_factory=dict)
 
@@ -35,6 +37,8 @@ class RequestRecord:
             self.metrics.itl_s.observe(now_s - last_s)
         elif self.first_token_s is None:
             self.first_token_s = now_s
+            if self.work is not None:
+                self.work.first_token()
             self.metrics.ttft_s.observe(now_s - self.started_s)
 
     def count_tokens(self, usage: TokenUsage, num_resumed: int, with_prompt: bool, kind: OutputKind) -> None:

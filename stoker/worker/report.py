@@ -36,10 +36,13 @@ from stoker.proto.events import (
     replay_frames,
 )
 from stoker.proto.messages import KvEvents, WorkerReport
+from stoker.proto.work import WorkChange
 from stoker.worker.kv_mirror import KvMirror
+from stoker.worker.open_work import OpenWork
 
 _REPORT_EVERY_S = 0.25
 _REPORT_AT_MOST_EVERY_S = 0.02
+_LIST_WORK_EVERY_S = 1.0
 _KEPT_BATCHES = 10_000
 _QUEUED_MESSAGES = 10_000  # per subscriber
 _MAX_REQUEST_BYTES = 1 << 16
@@ -63,6 +66,8 @@ class NoReporter:
     def all_blocks_lost(self) -> None: ...
 
     def load_changed(self) -> None: ...
+
+    def follow(self, work: OpenWork) -> None: ...
 
 
 class Reporter:
@@ -98,7 +103,8 @@ class Reporter:
         self._next_seq = 0
         self._report: Callable[[int], WorkerReport] | None = None
         self._num_reports = 0
-        self._reported_s = 0.0
+        self._reported_s = self._listed_s = 0.0
+        self._work: OpenWork | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
         self._publish(self._mirror.clear())  # for subscribers of an earlier process on this port
@@ -132,8 +138,23 @@ class Reporter:
         if self._report is None or now - self._reported_s < _REPORT_AT_MOST_EVERY_S:
             return
         self._reported_s = now
-        payload = self._encoder.encode(self._report(self._num_reports))
-        self._send(message_frames(LOAD_TOPIC, self._num_reports, payload))
+        report = self._report(self._num_reports)
+        if self._work is not None and now - self._listed_s >= _LIST_WORK_EVERY_S:
+            self._listed_s = now
+            report = msgspec.structs.replace(report, open_work=self._work.snapshot())
+        self._send_report(report)
+
+    def follow(self, work: OpenWork) -> None:
+        """Publish every change of the open requests at once."""
+        self._work = work
+        work.publish = self._work_changed
+
+    def _work_changed(self, change: WorkChange) -> None:
+        if self._report is not None:
+            self._send_report(msgspec.structs.replace(self._report(self._num_reports), changes=[change]))
+
+    def _send_report(self, report: WorkerReport) -> None:
+        self._send(message_frames(LOAD_TOPIC, self._num_reports, self._encoder.encode(report)))
         self._num_reports += 1
 
     def _publish(self, events: list[KvEvent]) -> None:

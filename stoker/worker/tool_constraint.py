@@ -31,15 +31,20 @@ def answer_constraint(
     `wanted` is what the client wants the text to match. `reasoning` is the parser of an answer that may begin with reasoning.
     """
     parser, parallel = text.tool_parser, tools.parallel
+    allows_text = False
     if tools.forced:
-        return Constraint(grammar.structural_tag(parser.calls(tools.callable, parallel=parallel)), "tools")
-    if wanted is not None and tools.mode == "auto":
+        answer, param = parser.calls(tools.callable, parallel=parallel), "tools"
+    elif wanted is not None and tools.mode == "auto":
         calls = parser.calls(tools.callable, parallel=parallel)
-        either = grammar.either(calls, grammar.format_of(wanted.grammar))
-        return Constraint(grammar.structural_tag(either), wanted.param)
-    if wanted is None and tools.holds_calls:
-        answer = parser.text_and_calls(tools.held, parallel=parallel)
-        if reasoning is not None:
-            answer = reasoning.before(answer, starts_inside)
-        return Constraint(grammar.structural_tag(answer, allows_text=True), "tools")
-    return wanted
+        answer, param = grammar.either(calls, grammar.format_of(wanted.grammar)), wanted.param
+    elif wanted is not None:
+        if reasoning is None:
+            return wanted
+        answer, param = grammar.format_of(wanted.grammar), wanted.param
+    elif tools.holds_calls:
+        answer, param, allows_text = parser.text_and_calls(tools.held, parallel=parallel), "tools", True
+    else:
+        return None
+    if reasoning is not None:
+        answer, allows_text = reasoning.before(answer, starts_inside), True
+    return Constraint(grammar.structural_tag(answer, allows_text=allows_text), param)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from scripted_server import Reply, ScriptedServer, Seen, answer
 from stoker.base.errors import ConfigError
 from stoker.cli import gateway
 from stoker.cli.main import main
-from stoker.gateway.config import GatewayConfig, KeySettings
+from stoker.gateway.config import GatewayConfig
 
 STOKER = str(Path(sys.executable).parent / "stoker")
 
@@ -43,25 +42,20 @@ def test_the_help_shows_how_to_name_a_worker_and_make_a_key(capsys: pytest.Captu
         main(["gateway", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for words in ("--worker http://", "dialect=vllm", "role=prefill", "--new-key", "--config", "--admin-token-file"):
+    for words in (
+        "--worker http://",
+        "dialect=vllm",
+        "role=prefill",
+        "stoker keys create",
+        "--config",
+        "--admin-token-file",
+    ):
         assert words in shown
 
 
-def test_a_new_key_is_printed_with_its_lines_for_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gateway", "--new-key", "alice", "--tenant", "team-a"]) == 0
-    key, _, lines = capsys.readouterr().out.partition("\n")
-    (entry,) = tomllib.loads(lines)["key"]
-    settings = KeySettings(**entry)
-    assert (settings.name, settings.tenant) == ("alice", "team-a")
-    assert key.startswith("sk-stoker-")
-    assert key not in lines
-
-
-def test_an_invalid_key_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gateway", "--new-key", "a b"]) == 2
-    shown = capsys.readouterr()
-    assert "sk-stoker-" not in shown.out
-    assert "key.name='a b'" in shown.err
+def test_the_earlier_way_to_make_keys_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--new-key", "alice"]) == 2
+    assert "use `stoker keys create NAME`" in capsys.readouterr().err
 
 
 def test_flags_become_settings() -> None:

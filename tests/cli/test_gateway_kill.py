@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import random
 import sqlite3
 import threading
@@ -26,15 +27,16 @@ def script(seen: Seen) -> Reply:
 
 @dataclass
 class Clients:
-    """Clients that ask without a pause until the gateway dies."""
+    """Clients that ask without a pause until the gateway dies, or until `stop_s` on the monotonic clock."""
 
     url: str
+    stop_s: float = math.inf
     pieces: dict[str, int] = field(default_factory=dict)  # words received, by request id
     complete: set[str] = field(default_factory=set)
 
     def run(self, name: str) -> None:
         number = 0
-        while True:
+        while time.monotonic() < self.stop_s:
             request_id = f"{name}-{number}"
             number += 1
             connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=30)

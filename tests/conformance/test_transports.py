@@ -37,7 +37,7 @@ from stoker.base.ids import BlockId
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import BlockName, KvTicket, PeerUnavailable
 from stoker.kv.device.checksum import HostBytes
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 from stoker.kv.peer.transports.transport import TRANSPORTS
 
 NUM_BLOCKS = 32
@@ -48,7 +48,7 @@ LARGE = KvLayout.of(num_layers=8, num_heads=4, width=64, block_tokens=64, dtype=
 @pytest.fixture(params=list(TRANSPORTS))
 def transport(request: pytest.FixtureRequest) -> str:
     """Each registered transport that can be used on this machine, according to its own offer."""
-    pool = DeviceKv(LAYOUT, 2, torch.device("cpu"))
+    pool = SetKv(LAYOUT, 2, torch.device("cpu"))
     made = TRANSPORTS.get(request.param)("", "127.0.0.1")
     try:
         made.offer(pool)

@@ -81,9 +81,9 @@ class AllCaptured(NothingCaptured):
 class DenseLengths(DensePlans):
     """Takes prompts of 8 or 16 tokens out of the paged attention."""
 
-    def __init__(self, like: Tensor, shapes: list[tuple[int, int, int]], most_dense: int | None) -> None:
-        super().__init__(like, shapes, most_dense)
-        self.lengths = [8, 16]
+    def __init__(self, like: Tensor, shapes: list[tuple[int, int, int]], most: int | None) -> None:
+        super().__init__(like, shapes, most)
+        self.lengths = [length for length in (8, 16) if most is None or length <= most]
 
 
 def dense_attention(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -132,16 +132,20 @@ def answers(
 
 
 @pytest.mark.parametrize(
-    ("graphs", "samplings", "num_blocks", "kv_dtype", "drafts"),
+    ("model", "graphs", "samplings", "num_blocks", "kv_dtype", "drafts"),
     [
-        (NothingCaptured, PLAIN, 64, "auto", True),
-        (AllCaptured, WITH_EXTRAS, 4, "auto", True),  # sampled by the reference, with preemption
-        (NothingCaptured, PLAIN[:3], 64, "int8", False),
+        ("qwen3", NothingCaptured, PLAIN, 64, "auto", True),
+        ("qwen3", AllCaptured, WITH_EXTRAS, 4, "auto", True),  # sampled by the reference, with preemption
+        ("qwen3", NothingCaptured, PLAIN[:3], 64, "int8", False),
+        ("deepseek", NothingCaptured, PLAIN[:2], 64, "auto", True),
+        ("gpt-oss", AllCaptured, PLAIN[:2], 64, "auto", True),
+        ("llama4-scout", NothingCaptured, PLAIN[:2], 64, "auto", True),
     ],
 )
 def test_gpu_steps_give_the_tokens_of_the_references(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    model: str,
     graphs: type[NothingCaptured],
     samplings: list[SamplingParams],
     num_blocks: int,
@@ -149,9 +153,10 @@ def test_gpu_steps_give_the_tokens_of_the_references(
     drafts: bool,
 ) -> None:
     # With one layer, only the attention of the last token would matter.
-    make_tiny(tmp_path, "qwen3", torch.float32, num_hidden_layers=2)
+    changes = {"no_rope_layers": [1, 0]} if model == "llama4-scout" else {}
+    make_tiny(tmp_path, model, torch.float32, num_hidden_layers=2, **changes)
     expected = answers(tmp_path, samplings, num_blocks, kv_dtype)
-    for name in ("paged", "rope_write"):
+    for name in ("paged", "rope_write", "mla", "latent_write", "head_matmul"):
         monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
     monkeypatch.setattr(gpu_steps, "StepGraphs", graphs)
     monkeypatch.setattr(gpu_steps, "DensePlans", DenseLengths)

@@ -47,9 +47,9 @@ def test_many_repeated_prompts_copy_their_last_blocks_a_few_at_a_time(
     copied: list[int] = []
     copy = DeviceKv.copy
 
-    def recorded(kv: DeviceKv, src: Sequence[int], dst: Sequence[int]) -> None:
+    def recorded(kv: DeviceKv, src: Sequence[int], dst: Sequence[int], kv_set: int) -> None:
         copied.append(len(src) * kv.layout.block_bytes)
-        copy(kv, src, dst)
+        copy(kv, src, dst, kv_set)
 
     monkeypatch.setattr(DeviceKv, "copy", recorded)
     with closing(LLM(tmp_path, settings)) as llm:

@@ -124,7 +124,7 @@ def test_drafts_in_the_row_table_are_those_of_the_reference(
             expected, _ = plain.draft(known, features, MODEL_GUESSES, pick)
             assert table[MODEL_START] == len(known)
             found = table[MODEL : MODEL + MODEL_GUESSES].tolist()
-            room = int(rows.blocks[0, -1]) * 16
+            room = int(rows.blocks[0][0, -1]) * 16
             for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
                 if number and len(known) + number - 2 >= room:
                     assert ours == NO_GUESS, "the row has no block for this draft's KV"

@@ -12,8 +12,9 @@ from tiny import SHAPE
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.gpu_memory import MemoryTable, WorkingMemory
-from stoker.engine.memory import num_blocks, resolve
-from stoker.kv.blocks.layout import KvLayout
+from stoker.engine.kv_memory import blocks_per_set
+from stoker.engine.memory import resolve
+from stoker.kv.blocks.layout import KvGroup, KvLayout
 from stoker.models.family import family_of
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -86,13 +87,47 @@ def blocks_on_gpu(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 80 * GIB))
     settings = EngineSettings(device="cpu", kv=kv)
     resolved = replace(resolve(settings, family_of(LLAMA_8B, "here").shape), device=torch.device("cuda"))
-    return num_blocks(settings, resolved, KvLayout.of(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
+    (blocks,) = blocks_per_set(settings, resolved, KvLayout.of(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
+    return blocks
 
 
 def test_kv_gets_the_rest_of_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks_on_gpu(12.5, KvSettings(), monkeypatch) == 10 * GIB // (8 * MIB)
     with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
         blocks_on_gpu(2.4, KvSettings(), monkeypatch)
+
+
+SCOUT = KvLayout((KvGroup(12, 8, 128), KvGroup(36, 8, 128, "chunk", 8192)), 64, "bfloat16", 2)
+GPT_OSS = KvLayout((KvGroup(18, 8, 64), KvGroup(18, 8, 64, "window", 128)), 64, "bfloat16", 2)
+
+
+def sets_on_gpu(kv_gib: float, layout: KvLayout, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the blocks of each KV set with 512 rows, steps of 8192 tokens and one step ahead."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int((kv_gib + 2.5) * GIB), 200 * GIB))
+    settings = EngineSettings(device="cpu", kv=kv, steps_ahead=1, sched=SchedSettings(step_tokens=8192, max_rows=512))
+    resolved = resolve(settings, replace(family_of(LLAMA_8B, "here").shape, max_positions=1 << 20))
+    resolved = replace(resolved, device=torch.device("cuda"), block_tokens=64)
+    return blocks_per_set(settings, resolved, layout, WorkingMemory(GIB, GIB))
+
+
+def test_bounded_layers_get_what_the_rows_can_hold_or_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, chunk = sets_on_gpu(78, SCOUT, KvSettings(), monkeypatch)
+    assert (full, chunk) == (39 * GIB // (3 * MIB) + 1, 39 * GIB // (9 * MIB)), "512 rows would need more than half"
+    full, chunk = sets_on_gpu(78, SCOUT, KvSettings(local_share=22 / 78), monkeypatch)
+    assert 1_220_000 < full * 64 < 1_225_000, "the context that fits into 56 GiB"
+    assert chunk // 129 == 19
+    for_rows = 512 * 3 + 2 * 128  # the window of each row, and two steps
+    full, window = sets_on_gpu(40, GPT_OSS, KvSettings(), monkeypatch)
+    assert window == pytest.approx(for_rows + full / 8, abs=2)
+    assert 0 <= 40 * GIB - (full + window) * GPT_OSS.sets[0].layout.block_bytes < 3 * GPT_OSS.sets[0].layout.block_bytes
+    assert full * 64 > 1.6 * (40 * GIB // (36 * 2 * 8 * 64 * 2)), "more context than if all layers kept everything"
+
+
+def test_too_little_memory_for_one_chunk_is_an_error_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"chunk8192 get 113 KV blocks \(0\.99 GiB\), but one sequence needs 258 blocks"
+    ):
+        sets_on_gpu(2, SCOUT, KvSettings(), monkeypatch)
 
 
 def test_on_a_shared_gpu_kv_gets_the_rest_of_the_engines_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +191,7 @@ def test_kv_in_ram_has_the_configured_size() -> None:
     settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=0.5), sched=SchedSettings(max_rows=4))
     resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
     layout = KvLayout.of(2, 8, 128, 16, "float32", 4)
-    assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) == (GIB // 2) // layout.block_bytes
+    assert blocks_per_set(settings, resolved, layout, WorkingMemory(0, 0)) == [(GIB // 2) // layout.block_bytes]
 
 
 def test_more_kv_than_ram_is_rejected() -> None:
@@ -164,11 +199,11 @@ def test_more_kv_than_ram_is_rejected() -> None:
     settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=1e6))
     layout = KvLayout.of(2, 2, 16, 16, "float32", 4)
     with pytest.raises(ConfigError, match=r"ask for 1000000\.00 GiB of KV"):
-        num_blocks(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
+        blocks_per_set(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
 
 
 def test_kv_in_ram_holds_the_whole_context_of_a_single_row() -> None:
     settings = EngineSettings(device="cpu", sched=SchedSettings(max_rows=1), max_model_tokens=100)
     resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
     layout = KvLayout.of(2, 8, 128, 16, "float32", 4)
-    assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) * layout.block_tokens >= 100
+    assert blocks_per_set(settings, resolved, layout, WorkingMemory(0, 0))[0] * layout.block_tokens >= 100

@@ -171,7 +171,7 @@ def test_overwritten_blocks_are_never_taken_for_the_kv_of_a_lease(
         was_held = []
 
         def launch(runner: Runner, plan: StepPlan) -> PendingStep:
-            if set(view.blocks) & set(plan.fresh_blocks):
+            if set(view.blocks) & set(plan.fresh_blocks[0]):
                 was_held.append(book.holds("l", view.generation))
             return real_launch(runner, plan)
 

@@ -59,12 +59,16 @@ def test_a_gpu_step_is_waited_for_even_if_it_samples_nothing(monkeypatch: pytest
     blocks = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
     group = SimpleNamespace(block_tokens=4, width=2)
     kv: Any = SimpleNamespace(
-        blocks=blocks, like=blocks, all_groups=[group], layout=KvLayout.of(1, 1, 2, 4, "float64", 8)
+        sets=[],
+        device="cuda",
+        like=blocks,
+        all_groups=[group],
+        layout=KvLayout.of(1, 1, 2, 4, "float64", 8),
     )
     model: Any = None
     rows = RowTable(1, 1, 10, torch.device("cpu"), NoGrammars())
     runner = Runner(model, 1, kv, rows, FixedThreads(torch.get_num_threads()), 16)
-    monkeypatch.setattr(runner, "_step", lambda plan, states: None)
+    monkeypatch.setattr(runner, "_step", lambda plan, states: lambda: None)
     row = Row(0)
     plan = StepPlan([Span(row, 0, 2, False)], [1, 2], new_rows=[NewRow(row, SamplingParams(), [1, 2, 3], 3, 1)])
     step = runner.launch(plan)

@@ -17,11 +17,11 @@ from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, Caller
 from stoker.gateway.admission.capacity import Capacities
+from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import AdmissionSettings, PriceSettings
 from stoker.gateway.doctor.miss_parts import MissPart
 from stoker.gateway.doctor.miss_totals import MissTotals
-from stoker.gateway.records.prices import PriceList
 from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router

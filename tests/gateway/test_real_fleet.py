@@ -83,6 +83,25 @@ def _know_the_same(gateways: list[Process]) -> bool:
     return len({gateway.metrics()['stoker_gateway_index_blocks{model="tiny"}'] for gateway in gateways}) == 1
 
 
+def test_a_gateway_counts_the_work_that_another_one_sent(fleet: RealFleet, second: Process) -> None:
+    """The worker tells it: accept, first token and end of a stream through the first gateway."""
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": WORDS}], "stream": True}
+    body |= {"max_tokens": 400, "ignore_eos": True}
+
+    def reserved() -> dict[str, int]:
+        found: dict[str, int] = second.get("/admin/ledger", ADMIN_TOKEN)["reserved"]
+        return found
+
+    assert reserved()["requests"] == 0
+    exchange = fleet.ask(body)
+    wait_for(lambda: len(exchange.events) > 5)
+    seen = reserved()
+    assert (seen["requests"], seen["prefill_tokens"]) == (1, 0)  # past its first token
+    assert seen["context_tokens"] > 0
+    exchange.wait()
+    wait_for(lambda: not any(reserved().values()), 5)
+
+
 def test_a_hanging_worker_is_left_and_its_stream_is_resumed(fleet: RealFleet) -> None:
     """Send SIGSTOP: connections stay open without output."""
     body: dict[str, Any] = {

@@ -22,9 +22,11 @@ from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.fair_queue import Capacity
+from stoker.gateway.admission.flex import FlexGate
+from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
-from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
+from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, ProxySettings
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
@@ -42,7 +44,6 @@ from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
-from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
@@ -138,6 +139,7 @@ class World:
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
         )
+        self.flex = FlexGate(FlexSettings(), lane=lambda model: model, num_workers=lambda lane: 1, clock=clock)
         api_keys = ApiKeys(keys)
         self.max_model_tokens: dict[str, int] = {}
         self.gateway = Gateway(
@@ -147,6 +149,7 @@ class World:
                 proxy=self.proxy,
                 keys=api_keys,
                 admission=self.admission,
+                flex=self.flex,
                 key_makers=key_makers or KeysDouble(prompt_tokens),
                 meter=self.rows,
                 request_log=Rows(),
@@ -154,7 +157,7 @@ class World:
                 tracing=tracing or NoTracing(),
                 state=self.state,
                 admin=Nothing(),
-                metrics_page=MetricsEndpoint(self.metrics, (), is_open=not keys),
+                metrics_page=MetricsEndpoint(self.metrics, (), is_open=lambda: not keys),
                 usage=Nothing(),
                 registration=Nothing(),
                 tokenize=TokenizeEndpoint(

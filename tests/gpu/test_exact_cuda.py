@@ -23,6 +23,7 @@ from kernels.moe_cases import Shape
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.engine.llm import LLM
+from stoker.kernels.reach import Reach
 from stoker.sched.request import SamplingParams
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
@@ -50,6 +51,10 @@ def test_attention() -> None:
         exact_cases.verified_attention(32, 8, 128, CUDA, BF16, kv_dtype, lengths, deep=True)
         exact_cases.chunked_attention(32, 8, 128, CUDA, BF16, kv_dtype)
     exact_cases.fast_verified_attention(32, 8, 128, CUDA, BF16)
+    for reach in (Reach(window=128), Reach(chunk=300)):
+        exact_cases.verified_attention(64, 8, 64, CUDA, BF16, None, lengths, True, reach, True)
+        exact_cases.chunked_attention(64, 8, 64, CUDA, BF16, None, reach, True)
+        exact_cases.fast_verified_attention(40, 8, 128, CUDA, BF16, None, reach)
 
 
 def test_experts() -> None:

@@ -18,6 +18,8 @@ else:
 from kernels import cases, quant_cases
 
 from stoker.kernels.dense import has_dense
+from stoker.kernels.reach import FULL, Reach
+from stoker.kernels.rope_write import Temperature
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -95,6 +97,20 @@ def test_attention_over_8_bit_pages() -> None:
         cases.attention(lengths, 32, 8, 128, 64, CUDA, torch.float16, torch.float8_e4m3fn)
         cases.attention(lengths, 6, 2, 32, 16, CUDA, torch.float32, torch.int8)
         cases.attention(lengths, 6, 2, 32, 16, CUDA, torch.float32, torch.bfloat16)
+
+
+def test_local_attention_and_sinks() -> None:
+    """The shapes of gpt-oss and Llama 4, and odd ones."""
+    for reach in (Reach(window=128), Reach(chunk=1000), Reach(window=1), FULL):
+        for lengths in MIXED:
+            cases.attention(lengths, 64, 8, 64, 64, CUDA, torch.bfloat16, None, reach, True)
+            cases.attention(lengths, 40, 8, 128, 64, CUDA, torch.bfloat16, torch.int8, reach)
+    cases.attention(MIXED[4], 6, 2, 32, 16, CUDA, torch.float32, None, Reach(chunk=100), True)
+
+
+def test_heads_that_are_not_rotated() -> None:
+    for has_norm in (False, True):
+        cases.rope(300, 40, 8, 128, has_norm, CUDA, torch.bfloat16, None, False, Temperature(0.1, 100))
 
 
 def test_dense_attention() -> None:

@@ -13,9 +13,9 @@ from kernels.hopper import SHARED_BYTES
 
 from bench.support.model_shapes import SHAPES
 from stoker.base.config import EngineSettings, KvSettings
-from stoker.engine.build import kv_layout
 from stoker.engine.kernel_plan import find_launches, make_stand_in
 from stoker.engine.memory import resolve_on
+from stoker.engine.part import kv_layout
 from stoker.kernels.compiled.compile_ahead import KernelLaunch
 from stoker.kernels.compiled.cross_compile import compile_for
 from stoker.models.family import family_of

@@ -19,7 +19,7 @@ from stoker.kernels.moe import (
     plain_ref,
     to_kernel_layout,
 )
-from stoker.kernels.moe_choice import Router, Routing, Scoring, choose_ref
+from stoker.kernels.moe_choice import ExpertRouter, Routing, Scoring, choose_ref
 from stoker.kernels.moe_few import down_few, gate_up_few
 from stoker.kernels.moe_gate import SILU, Clamp, Gate
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
@@ -93,7 +93,7 @@ class Case:
         )
         router = experts.router
         bias, correction = (None if extra is None else extra.double() for extra in (router.bias, router.correction))
-        router = Router(router.weight.double(), router.routing, bias, correction)
+        router = ExpertRouter(router.weight.double(), router.routing, bias, correction)
         return Case(
             self.x.double(),
             Norm(norm.weight.double(), norm.eps),
@@ -121,7 +121,7 @@ def make(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype
     hidden, width, experts = shape.hidden, shape.width, shape.experts
     bias = random(experts) if shape.bias else None
     correction = torch.rand(experts, device=device) if shape.correction else None
-    router = Router(random(experts, hidden, scale=2 * hidden**-0.5), shape.routing, bias, correction)
+    router = ExpertRouter(random(experts, hidden, scale=2 * hidden**-0.5), shape.routing, bias, correction)
     norm = Norm(random(hidden), 1e-5)
     kept: list[Tensor] = []
     while sum(map(len, kept)) < num_tokens:

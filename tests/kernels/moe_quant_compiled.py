@@ -15,7 +15,7 @@ from kernels.moe_cases import FORMS
 from kernels.quant_cases import made_fp8, made_int4
 
 from stoker.kernels import moe_few, moe_quant, moe_quant_few, moe_route
-from stoker.kernels.moe_choice import Router, Routing
+from stoker.kernels.moe_choice import ExpertRouter, Routing
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.quant import QuantWeight
@@ -76,14 +76,14 @@ def test_many_tokens(kernels, form, quantises_inputs, num_tokens):
         assert all(("e4m3.e4m3" in line) == quantises_inputs for line in products)
 
 
-def routers() -> Iterator[Router]:
+def routers() -> Iterator[ExpertRouter]:
     """Return a router of each kind, for EXPERTS experts."""
     correction = torch.empty(EXPERTS)
     weight, bias = torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16), torch.empty(EXPERTS, dtype=torch.bfloat16)
-    yield Router(weight, Routing(TOP_K, renormalises=True))
-    yield Router(weight, Routing(TOP_K, bias=True), bias)
-    yield Router(weight, Routing(TOP_K, "sigmoid", True, 2.5, 2, 1, correction=True), None, correction)
-    yield Router(weight, Routing(1, "sigmoid", on_input=True))
+    yield ExpertRouter(weight, Routing(TOP_K, renormalises=True))
+    yield ExpertRouter(weight, Routing(TOP_K, bias=True), bias)
+    yield ExpertRouter(weight, Routing(TOP_K, "sigmoid", True, 2.5, 2, 1, correction=True), None, correction)
+    yield ExpertRouter(weight, Routing(1, "sigmoid", on_input=True))
 
 
 @pytest.mark.parametrize("form", ["fp8 channels", "fp8 blocks", "int4 groups of 32"])

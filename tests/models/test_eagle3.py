@@ -26,9 +26,10 @@ from torch import Tensor
 from stoker.base.config import EngineSettings, KvSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import BlockId, Row
-from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
+from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.grammar import NoGrammars
 from stoker.engine.inputs import build_inputs
+from stoker.engine.model_identity import read_hf_config
 from stoker.engine.rows import RowTable
 from stoker.kv.blocks.layout import KvGroup
 from stoker.kv.device.device_kv import DeviceKv

@@ -84,13 +84,23 @@ def schedules(generator: random.Random) -> Iterator[tuple[str, list[Step]]]:
         yield f"verified, trial {trial}", prefill() + steps
 
 
-@pytest.fixture(scope="module", params=["float32", "float64", "bfloat16", "moe float32", "int8 KV"])
+MODELS = {
+    "moe": "qwen3-moe",
+    "mla": "deepseek",
+    "gpt-oss": "gpt-oss",
+    "llama4": "llama4-scout",
+    "minimax": "minimax-m2",
+}
+NAMED = [f"{name} float32" for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=["float32", "float64", "bfloat16", *NAMED, "int8 KV", "mla int8 KV"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltEngine:
-    name = "qwen3-moe" if request.param.startswith("moe") else "llama"
+    name = MODELS.get(request.param.split()[0], "llama")
     dtype = request.param.split()[-1].replace("KV", "float32")
     folder = tmp_path_factory.mktemp("model")
     make_tiny(folder, name)
-    kv = KvSettings(num_blocks=64, block_tokens=8, dtype="int8" if request.param == "int8 KV" else "auto")
+    kv = KvSettings(num_blocks=64, block_tokens=8, dtype="int8" if request.param.endswith("int8 KV") else "auto")
     return build_engine(folder, EngineSettings(device="cpu", dtype=dtype, numerics="exact", kv=kv))
 
 

@@ -16,7 +16,7 @@ from stoker.engine.build import build_engine
 from stoker.engine.llm import LLM
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_ref, interleave_gate_up
-from stoker.kernels.moe_choice import Router, Routing
+from stoker.kernels.moe_choice import ExpertRouter, Routing
 from stoker.layers.quant import all_plain
 from stoker.models.family import family_of
 from stoker.sched.request import SamplingParams
@@ -61,7 +61,7 @@ def test_interleaved_rows_of_gate_and_up_give_the_same() -> None:
     torch.manual_seed(0)
     gate_up, granule = torch.randn(3, 2 * 12, 10), 4
     x, down = torch.randn(7, 10), torch.randn(3, 10, 12)
-    router = Router(torch.randn(3, 10), Routing(2, renormalises=True))
+    router = ExpertRouter(torch.randn(3, 10), Routing(2, renormalises=True))
     norm = Norm(torch.randn(10), 1e-6)
     plain = add_experts_ref(x.clone(), norm, Experts(router, gate_up.clone(), down, 12))
     interleave_gate_up(gate_up, granule)

@@ -35,6 +35,21 @@ def test_the_answers_are_those_of_the_dequantised_weights(tmp_path: Path, scheme
     assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [
+        ("Glm4MoeForCausalLM", "compressed channel"),
+        ("MiniMaxM2ForCausalLM", "fp8 blocks"),
+        ("MiniMaxM2ForCausalLM", "int4 groups of 32"),
+    ],
+)
+def test_partly_rotated_heads_may_be_quantised(tmp_path: Path, architecture: str, scheme: str) -> None:
+    """The outputs of q and k are reordered with their scales."""
+    kept = {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]} if scheme == "fp8 blocks" else {}
+    reference = make_moe(tmp_path, scheme, architecture=architecture, **kept)
+    assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
+
+
 def test_experts_alone_may_be_quantised(tmp_path: Path) -> None:
     reference = make_moe(tmp_path, "int4 groups of 32", lambda name: ".experts." in name, ignore=KIMI_IGNORES)
     assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4

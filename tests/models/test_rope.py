@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from stoker.kernels.rope import rope, rope_tables
 from stoker.layers.linear import Linear
 from stoker.layers.quant import Fp8
-from stoker.layers.rope import RopeConfig, half_order, inverse_frequencies, yarn_scale
+from stoker.layers.rope import Rope, RopeConfig, half_order, inverse_frequencies, yarn_scale
 from stoker.models.dense import read_rope
 
 DEEPSEEK_V3 = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
@@ -80,3 +80,15 @@ def test_outputs_are_reordered_with_their_scales() -> None:
     linear.pack()
     x = torch.randn(5, 128)
     assert torch.allclose(linear.plain(x), x @ torch.cat([expected[order], expected[256:]]).t(), atol=1e-4)
+
+
+def test_angles_of_very_long_contexts_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, positions = RopeConfig(500_000.0, rotated=8, table_scale=1.2), torch.tensor([0, 7, 99, 3])
+    with_tables = Rope(config, 16, 100, torch.device("cpu"))
+    monkeypatch.setattr("stoker.layers.rope._MAX_TABLE_POSITIONS", 99)
+    computed = Rope(config, 16, 100, torch.device("cpu"))
+    assert sum(buffer.numel() for buffer in computed.buffers()) == 8
+    for found, expected in zip(computed(positions), with_tables(positions), strict=True):
+        assert torch.equal(found, expected)
+    late = Rope(config, 16, 10_485_760, torch.device("cpu"))(torch.tensor([10_485_759]))
+    assert all(part.isfinite().all() for part in late)

@@ -27,10 +27,13 @@ def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch
     num_blocks = -(-len(token_ids) // layout.block_tokens)
     blocks = [BlockId(2 * i + 1) for i in reversed(range(num_blocks))]
     kv = DeviceKv(layout, 2 * num_blocks + 1, torch.device("cpu"))
-    kv.blocks.fill_(float("nan"))  # another sequence's block may hold anything
-    kv.clear(blocks)
-    rows = RowTable(4, num_blocks, built.vocab_size, torch.device("cpu"), NoGrammars())
+    num_sets = len(kv.sets)
+    for kv_set, memory in enumerate(kv.sets):
+        memory.blocks.fill_(float("nan"))  # another sequence's block may hold anything
+        kv.clear(blocks, kv_set)
+    rows = RowTable(4, num_blocks, built.vocab_size, torch.device("cpu"), NoGrammars(), num_sets=num_sets)
     row = Row(2)
+    changes = [BlockTableChange(row, 0, blocks, kv_set) for kv_set in range(num_sets)]
     logits = []
     for start in range(0, len(token_ids), chunk):
         count = min(chunk, len(token_ids) - start)
@@ -38,7 +41,7 @@ def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch
             [Span(row, start, count, False)],
             token_ids[start : start + count],
             new_rows=[] if start else [NewRow(row, SamplingParams(), token_ids, len(token_ids), 1)],
-            block_table_changes=[] if start else [BlockTableChange(row, 0, blocks)],
+            block_table_changes=[] if start else changes,
         )
         rows.apply(plan)
         logits.append(built.model.logits(built.model(build_inputs(plan, rows, kv).batch)))

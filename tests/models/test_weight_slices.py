@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench.engine.weight_plan import plan_large
+from bench.support.large_checkpoint import make_large
 from stoker.checkpoint import weight_files as files
 from stoker.checkpoint.weight_files import stored_tensors
 from stoker.models import fill as filling
-from stoker.models.family import SourceSlice, family_of
+from stoker.models.family import SourceSlice
 from stoker.models.fill import Copy, fill
-from stoker.models.weights import _plan
-from tests.models.large_checkpoint import CONFIG, make_large
 
 SLICES = [
     SourceSlice(0, 0, 5),
@@ -88,22 +86,7 @@ def test_a_rank_reads_its_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert value.nbytes <= num_read < 1.05 * value.nbytes
 
 
-def test_a_model_of_200_000_tensors_is_planned_fast(tmp_path: Path) -> None:
-    """CPU time of this process: the machine may be busy. The second run counts, when the headers are in the page cache."""
+def test_a_model_of_200_000_tensors_is_planned(tmp_path: Path) -> None:
+    """`bench run weight_plan` measures how long it takes."""
     assert make_large(tmp_path) > 200_000
-    times = []
-    for _ in range(2):
-        gc.collect()
-        started_s = time.process_time()
-        family = family_of(CONFIG, "config.json")
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device("meta"):
-                model = family.build(128)
-        finally:
-            torch.set_default_dtype(default)
-        copies = _plan(model, family.rules, family.ignored, tmp_path)
-        times.append(time.process_time() - started_s)
-        assert len(copies) > 138_000
-    assert min(times) < 1.5, times
+    assert plan_large(tmp_path) > 138_000

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
-from stoker.base.ids import RequestId
+from stoker.base.ids import BlockId, RequestId
+from stoker.kv.blocks.pool import BlockPool
+from stoker.kv.blocks.reach import KvReach
 from stoker.sched.draft_tape import MAX_DRAFTS, TAPE_TOKENS, DraftTape
 from stoker.sched.drafting import NoDrafting
 from stoker.sched.plan import ON_DEVICE, Span, StepPlan, StepResult, TapeUpload
@@ -22,19 +25,28 @@ def next_token(token_ids: list[int], seed: int) -> int:
     return value % VOCAB
 
 
-class FakeDevice:
-    """Executes plans on 'KV' that is the tokens themselves, so that a wrong block, slot or order gives a wrong token."""
+Slot = tuple[int, int, int]  # KV set, block, place in the block
 
-    def __init__(self, num_blocks: int, block_tokens: int, max_rows: int) -> None:
+
+class FakeDevice:
+    """Executes plans on 'KV' that is the tokens themselves, so that a wrong block, slot or order gives a wrong token.
+
+    What the layers of a KV set with a bounded reach see must be the tokens that the first set has at the same positions.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int, max_rows: int, local: Iterable[BlockPool] = ()) -> None:
+        """`local` are the pools of the KV sets with a bounded reach, after the first set."""
         self._block_tokens = block_tokens
-        self._kv: list[list[int | None]] = [[None] * block_tokens for _ in range(num_blocks)]
-        self._tables: dict[int, list[int]] = {}
+        self._local = list(local)
+        sizes = [num_blocks, *(pool.num_blocks for pool in self._local)]
+        self._kv: list[list[list[int | None]]] = [[[None] * block_tokens for _ in range(size)] for size in sizes]
+        self._tables: dict[int, list[dict[int, int]]] = {}  # by row: the blocks of each set by their number
         self._seeds: dict[int, int] = {}
         self._known: dict[int, list[int]] = {}
         self._limits: dict[int, int] = {}
         self._tapes: dict[int, TapeUpload] = {}
-        self._rejected: set[tuple[int, int]] = set()  # slots that hold a rejected draft of their owner
-        self._filled: set[int] = set()  # blocks filled by copies or loads, and not cleared since
+        self._rejected: set[Slot] = set()  # slots that hold a rejected draft of their owner
+        self._filled: set[tuple[int, int]] = set()  # sets and blocks filled by copies or loads, and not cleared since
         self._max_rows = max_rows
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -43,7 +55,7 @@ class FakeDevice:
         for new in plan.new_rows:
             assert new.row not in self._tables
             assert new.row < self._max_rows
-            self._tables[new.row] = []
+            self._tables[new.row] = [{} for _ in self._kv]
             self._seeds[new.row] = new.sampling.seed
             self._known[new.row] = list(new.token_ids)
             self._limits[new.row] = new.max_tokens
@@ -52,14 +64,15 @@ class FakeDevice:
             assert len(tape.token_ids) <= TAPE_TOKENS
             self._tapes[tape.row] = tape
         for change in plan.block_table_changes:
-            self._tables[change.row][change.first :] = change.blocks
+            self._tables[change.row][change.kv_set].update(enumerate(change.blocks, change.first))
         for copy in plan.copies:
-            self.fill(copy.dst, self._kv[copy.src])
-        for block in plan.fresh_blocks:
-            self.fill(block, [None] * self._block_tokens)
-            self._filled.discard(block)
+            self.fill(copy.dst, self._kv[copy.kv_set][copy.src], copy.kv_set)
+        for kv_set, fresh in enumerate(plan.fresh_blocks):
+            for block in fresh:
+                self.fill(block, [None] * self._block_tokens, kv_set)
+                self._filled.discard((kv_set, block))
         at = 0
-        writes: list[tuple[int, int]] = []
+        writes: list[Slot] = []
         result: list[list[int]] = []
         for span in plan.spans:
             token_ids = plan.token_ids[at : at + span.count]
@@ -68,7 +81,7 @@ class FakeDevice:
         assert len(set(writes)) == len(writes), "two spans wrote to the same slot"
         return StepResult(result, 0.0)
 
-    def _run_span(self, span: Span, token_ids: list[int], writes: list[tuple[int, int]]) -> list[int]:
+    def _run_span(self, span: Span, token_ids: list[int], writes: list[Slot]) -> list[int]:
         known, limit = self._known[span.row], self._limits[span.row]
         count = span.count - span.num_drafts
         start = span.start
@@ -81,22 +94,30 @@ class FakeDevice:
         if start >= limit - 1:  # all tokens were sampled already: nothing to compute
             assert span.slack
             return [0]
-        for position, token in enumerate(token_ids[:count] + drafts, start):
-            slot = (self._tables[span.row][position // self._block_tokens], position % self._block_tokens)
-            writes.append(slot)
-            self._kv[slot[0]][slot[1]] = token
-            self._rejected.discard(slot)
-        block, first = writes[-1][0], writes[-1][1] + 1
-        rest = [self._kv[block][i] for i in range(first, self._block_tokens) if (block, i) not in self._rejected]
-        assert block in self._filled or rest == [None] * len(rest), "the tokens of an earlier owner can be read"
+        for kv_set, table in enumerate(self._tables[span.row]):
+            if kv_set:  # what the first of the tokens sees
+                first = self._local[kv_set - 1].reach.first_block(start, self._block_tokens)
+                last = (start + count + len(drafts) - 1) // self._block_tokens
+                self._check_held(kv_set, {table[i] for i in range(first, last + 1)})
+            for position, token in enumerate(token_ids[:count] + drafts, start):
+                slot = (kv_set, table[position // self._block_tokens], position % self._block_tokens)
+                writes.append(slot)
+                self._kv[kv_set][slot[1]][slot[2]] = token
+                self._rejected.discard(slot)
+            _, block, last = writes[-1]
+            places = [(kv_set, block, i) for i in range(last + 1, self._block_tokens)]
+            rest = [self._kv[kv_set][block][place[2]] for place in places if place not in self._rejected]
+            is_clean = (kv_set, block) in self._filled or rest == [None] * len(rest)
+            assert is_clean, "the tokens of an earlier owner can be read"
         if not span.samples:
             return []
         assert start + count == len(known)
         sampled = [self._sample(span.row, len(known))]
         while len(sampled) <= len(drafts) and drafts[len(sampled) - 1] == sampled[-1]:
             sampled.append(self._sample(span.row, len(known) + len(sampled)))
-        if rejected := len(drafts) - len(sampled) + 1:
-            self._rejected.update(writes[-rejected:])
+        for position in range(len(known) + len(sampled) - 1, len(known) + len(drafts)):
+            number, place = divmod(position, self._block_tokens)
+            self._rejected.update((i, table[number], place) for i, table in enumerate(self._tables[span.row]))
         known += sampled
         return sampled
 
@@ -111,18 +132,33 @@ class FakeDevice:
         guesses = tape.token_ids[length - tape.start :][: max(0, max_drafts)]
         return [guess if guess >= 0 else ~guess for guess in guesses]
 
-    def read(self, block: int) -> list[int | None]:
-        return list(self._kv[block])
+    def _check_held(self, kv_set: int, blocks: set[int]) -> None:
+        """Assert that no block has gone back to its pool, where another sequence may take it at any time."""
+        pool = self._local[kv_set - 1]
+        assert pool.num_free_after(map(BlockId, blocks)) == pool.num_free, f"{pool.reach}: reads a released block"
 
-    def fill(self, block: int, tokens: list[int | None]) -> None:
-        self._kv[block] = list(tokens)
-        self._rejected -= {(block, i) for i in range(self._block_tokens)}
-        self._filled.add(block)
+    def read(self, block: int, kv_set: int = 0) -> list[int | None]:
+        return list(self._kv[kv_set][block])
+
+    def fill(self, block: int, tokens: list[int | None], kv_set: int = 0) -> None:
+        self._kv[kv_set][block] = list(tokens)
+        self._rejected -= {(kv_set, block, i) for i in range(self._block_tokens)}
+        self._filled.add((kv_set, block))
 
     def _sample(self, row: int, length: int) -> int:
-        table, size = self._tables[row], self._block_tokens
-        prefix = [self._kv[table[i // size]][i % size] for i in range(length)]
+        tables, size = self._tables[row], self._block_tokens
+
+        def tokens(kv_set: int, first: int) -> list[int | None]:
+            table = tables[kv_set]
+            if kv_set:
+                self._check_held(kv_set, {table[i // size] for i in range(first, length)})
+            return [self._kv[kv_set][table[i // size]][i % size] for i in range(first, length)]
+
+        prefix = tokens(0, 0)
         assert None not in prefix
+        for kv_set, pool in enumerate(self._local, 1):
+            first = pool.reach.first_visible(length - 1)
+            assert tokens(kv_set, first) == prefix[first:], f"{pool.reach} at {length}: {tokens(kv_set, first)}"
         return next_token(prefix, self._seeds[row])  # type: ignore[arg-type]
 
 
@@ -182,3 +218,18 @@ def random_request(rng: random.Random, number: int, kv_tokens: int, shared: list
         tenant=rng.choice(["", "", "a", "b"]),
         tenant_weight=rng.choice([0.5, 1.0, 1.0, 4.0]),
     )
+
+
+def random_reaches(rng: random.Random) -> list[KvReach]:
+    """Return the reaches of up to three KV sets with a bounded reach."""
+    kinds = rng.sample(["window", "chunk", "window"], rng.randint(1, 3))
+    return [KvReach(kind, rng.choice([1, 2, 3, 5, 8, 16, 33])) for kind in kinds]
+
+
+def random_pools(rng: random.Random, reaches: list[KvReach], block_tokens: int, num_blocks: int) -> list[BlockPool]:
+    """Return a pool for each reach, from the smallest size on."""
+    pools = []
+    for reach in reaches:
+        least = reach.min_pool_blocks(block_tokens)
+        pools.append(BlockPool(rng.choice([least, least + 1, 2 * least, num_blocks + least]), reach=reach))
+    return pools

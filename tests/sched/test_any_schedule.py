@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
-from fake_device import VOCAB, FakeDevice, RandomDrafting, lone_run, random_request
+from fake_device import VOCAB, FakeDevice, RandomDrafting, lone_run, random_pools, random_reaches, random_request
 
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import StepResult
@@ -16,9 +16,11 @@ from stoker.sched.request import TokenChunk
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("seed", range(200))
-def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int, drafts: bool) -> None:
+def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int, drafts: bool, local: bool) -> None:
+    """`local`: the model also has KV sets with a bounded reach, and no step may read a block that was released there."""
     print("seed", seed)
     rng = random.Random(seed)
     block_tokens = rng.choice([1, 2, 4, 16])
@@ -29,8 +31,11 @@ def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int,
     config = SchedulerConfig(block_tokens, rng.choice([1, 3, 16, 128]), max_rows, "fake", target_itl_s=target_itl_s)
     steps_ahead = rng.choice([0, 1, 2])
     pool = BlockPool(num_blocks)
-    scheduler = Scheduler(config, pool, RandomDrafting(random.Random(f"drafts {seed}")) if drafts else None)
-    device = FakeDevice(num_blocks, block_tokens, max_rows)
+    sizes = random.Random(f"local {seed}")
+    local_pools = random_pools(sizes, random_reaches(sizes) if local else [], block_tokens, num_blocks)
+    drafting = RandomDrafting(random.Random(f"drafts {seed}")) if drafts else None
+    scheduler = Scheduler(config, pool, drafting, local_pools)
+    device = FakeDevice(num_blocks, block_tokens, max_rows, local_pools)
     shared = [rng.randrange(VOCAB) for _ in range(60)]
     to_come = deque(random_request(rng, i, num_blocks * block_tokens, shared) for i in range(rng.randint(1, 30)))
     requests = {request.request_id: request for request in to_come}
@@ -61,11 +66,12 @@ def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int,
             launched.append(replace(device.run(plan), step_s=step_s))
         while launched and (plan is None or len(launched) > steps_ahead):
             take(scheduler.commit(launched.popleft()))
-        pool.check()
+        for each in (pool, *local_pools):
+            each.check()
         assert now < 10_000, "the scheduler does not finish"
 
     assert set(finishes) == set(requests)
-    assert pool.num_free == num_blocks
+    assert all(each.num_free == each.num_blocks for each in (pool, *local_pools))
     assert scheduler.counters.accepted_draft_tokens <= scheduler.counters.draft_tokens
     print("drafts", scheduler.counters.draft_tokens, "accepted", scheduler.counters.accepted_draft_tokens)
     for request_id, request in requests.items():

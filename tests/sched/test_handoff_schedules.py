@@ -11,13 +11,14 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
-from fake_device import VOCAB, FakeDevice, lone_run, random_request
+from fake_device import VOCAB, FakeDevice, lone_run, random_pools, random_reaches, random_request
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockKey, RequestId
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
-from stoker.kv.blocks.transfer import KvLoad, KvTicket, LoadResult
+from stoker.kv.blocks.reach import KvReach
+from stoker.kv.blocks.transfer import KvLoad, KvTicket, LoadResult, LocalLoad
 from stoker.sched.leases import LeasedKv, LeaseTerms
 from stoker.sched.plan import StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk
@@ -33,11 +34,12 @@ class Worker:
     rng: random.Random
     block_tokens: int
     num_blocks: int
-    store: dict[BlockKey, list[int | None]]
+    store: dict[tuple[int, BlockKey], list[int | None]]  # by KV set and key
     name: str
+    reaches: list[KvReach] = field(default_factory=list)  # of the KV sets with a bounded reach
     launched: deque[StepResult] = field(default_factory=deque)
     loads: list[KvLoad] = field(default_factory=list)
-    leases: dict[str, LeasedKv] = field(default_factory=dict)
+    leases: dict[tuple[str, int], LeasedKv] = field(default_factory=dict)  # by lease and KV set
     answers: dict[str, list[int]] = field(default_factory=dict)
     finishes: dict[str, TokenChunk] = field(default_factory=dict)
 
@@ -54,13 +56,15 @@ class Worker:
         )
         self.steps_ahead = self.rng.choice([0, 1, 2])
         self.pool = BlockPool(self.num_blocks)
-        self.scheduler = Scheduler(config, self.pool)
-        self.device = FakeDevice(self.num_blocks, self.block_tokens, max_rows)
+        sizes = random.Random(f"local {self.name} {self.num_blocks}")
+        self.local_pools = random_pools(sizes, self.reaches, self.block_tokens, self.num_blocks)
+        self.scheduler = Scheduler(config, self.pool, None, self.local_pools)
+        self.device = FakeDevice(self.num_blocks, self.block_tokens, max_rows, self.local_pools)
 
     def add(self, request: GenerateRequest) -> None:
         self.answers[request.request_id] = []
         keys = block_keys(request.token_ids, root_key("fake", request.cache_salt), self.block_tokens)
-        num_stored = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
+        num_stored = next((i for i, key in enumerate(keys) if (0, key) not in self.store), len(keys))
         self.scheduler.add(request, self.rng.choice([0, num_stored, num_stored]))
 
     def take(self, chunks: list[TokenChunk]) -> None:
@@ -84,53 +88,61 @@ class Worker:
         while self.launched and (plan is None or len(self.launched) > self.steps_ahead):
             self.take(self.scheduler.commit(self.launched.popleft()))
         for offered in self.scheduler.take_offers():
-            self.store[offered.name.key] = self.device.read(offered.block)
-            self.scheduler.end_offers([offered.block])
+            self.store[offered.kv_set, offered.name.key] = self.device.read(offered.block, offered.kv_set)
+            self.scheduler.end_offers([offered])
         growing, broken = self.scheduler.take_leases()
-        self.leases.update({kv.lease_id: kv for kv in growing})
+        self.leases.update({(kv.lease_id, kv.kv_set): kv for kv in growing})
         for lease_id in [*broken, *self.scheduler.expired_leases(now)]:
             self.release(lease_id)
-        self.pool.check()
+        for pool in (self.pool, *self.local_pools):
+            pool.check()
 
     def release(self, lease_id: str) -> None:
-        self.leases.pop(lease_id, None)
+        for kv_set in range(1 + len(self.local_pools)):
+            self.leases.pop((lease_id, kv_set), None)
         self.scheduler.release_lease(lease_id)
 
     def load(self, load: KvLoad, peers: dict[str, Worker]) -> LoadResult:
-        sources = [self.fetch(load, i, peers) for i in range(len(load.keys))]
+        main = LocalLoad(0, load.first, load.keys, load.blocks)
+        sources = [self.fetch(main, i, load.ticket, peers) for i in range(len(load.keys))]
         loaded = next((i for i, source in enumerate(sources) if source is None), len(sources))
+        local = [self.fetch(part, i, load.ticket, peers) for part in load.local for i in range(len(part.keys))]
         if load.ticket is not None:
             peers[load.ticket.engine_id].release(load.ticket.lease_id)
-        return LoadResult(load.load_id, loaded, sources[:loaded].count("peer"))
+        return LoadResult(load.load_id, loaded, sources[:loaded].count("peer"), None not in local)
 
-    def fetch(self, load: KvLoad, i: int, peers: dict[str, Worker]) -> str | None:
+    def fetch(self, part: LocalLoad, i: int, ticket: KvTicket | None, peers: dict[str, Worker]) -> str | None:
+        block, kv_set = part.blocks[i], part.kv_set
         if self.rng.random() < 0.05:
-            self.device.fill(load.blocks[i], [-7] * self.block_tokens)  # a torn read
+            self.device.fill(block, [-7] * self.block_tokens, kv_set)  # a torn read
             return None
-        if load.keys[i] in self.store:
-            self.device.fill(load.blocks[i], self.store[load.keys[i]])
+        if (stored := self.store.get((kv_set, part.keys[i]))) is not None:
+            self.device.fill(block, stored, kv_set)
             return "store"
-        if load.ticket is None:
+        if ticket is None:
             return None
-        peer = peers[load.ticket.engine_id]
-        kv = peer.leases.get(load.ticket.lease_id)
-        at = load.first + i
+        peer = peers[ticket.engine_id]
+        kv = peer.leases.get((ticket.lease_id, kv_set))
+        at = part.first + i
         if kv is None or at >= kv.num_ready:
             return None
-        assert kv.keys[at] == load.keys[i], "both workers use the same key for a block"
-        self.device.fill(load.blocks[i], peer.device.read(kv.blocks[at]))
+        assert kv.keys[at] == part.keys[i], "both workers use the same key for a block"
+        self.device.fill(block, peer.device.read(kv.blocks[at], kv_set), kv_set)
         return "peer"
 
 
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("seed", range(300))
-def test_any_handoff_gives_the_tokens_of_a_single_worker(seed: int) -> None:
+def test_any_handoff_gives_the_tokens_of_a_single_worker(seed: int, local: bool) -> None:
+    """`local`: the model also has KV sets with a bounded reach."""
     print("seed", seed)
     rng = random.Random(seed)
     block_tokens = rng.choice([1, 2, 4, 16])
     num_blocks = rng.choice([max(4, 16 // block_tokens), max(5, 64 // block_tokens), 400 // block_tokens])
-    store: dict[BlockKey, list[int | None]] = {}
-    prefill = Worker(rng, block_tokens, num_blocks, store, "P")
-    decode = Worker(rng, block_tokens, num_blocks, store, "D")
+    store: dict[tuple[int, BlockKey], list[int | None]] = {}
+    reaches = random_reaches(random.Random(f"reaches {seed}")) if local else []
+    prefill = Worker(rng, block_tokens, num_blocks, store, "P", reaches)
+    decode = Worker(rng, block_tokens, num_blocks, store, "D", reaches)
     peers = {"P": prefill, "D": decode}
     shared = [rng.randrange(VOCAB) for _ in range(60)]
     # One block less than the pool has, because a lease may hold a block of another sequence for a while.
@@ -177,7 +189,7 @@ def test_any_handoff_gives_the_tokens_of_a_single_worker(seed: int) -> None:
     for worker in peers.values():
         worker.step(now, peers)
         worker.step(now + 2 * LEASE_S, peers)
-        assert worker.pool.num_free == num_blocks, worker.name
+        assert all(pool.num_free == pool.num_blocks for pool in (worker.pool, *worker.local_pools)), worker.name
         assert worker.scheduler.num_held == 0
         assert worker.scheduler.num_loading == 0
         assert not worker.leases
@@ -202,12 +214,13 @@ class NoAccidents(random.Random):
         return 0.3
 
 
-def a_worker(block_tokens: int = 4, num_blocks: int = 32) -> Worker:
+def a_worker(block_tokens: int = 4, num_blocks: int = 32, reaches: tuple[KvReach, ...] = ()) -> Worker:
     worker = Worker(NoAccidents(), block_tokens, num_blocks, {}, "W")
     worker.step_tokens = 128
     config = SchedulerConfig(block_tokens, worker.step_tokens, 8, "fake", LeaseTerms("W", "there", LEASE_S))
-    worker.scheduler = Scheduler(config, worker.pool)
-    worker.device = FakeDevice(num_blocks, block_tokens, 8)
+    worker.local_pools = [BlockPool(num_blocks, reach=reach) for reach in reaches]
+    worker.scheduler = Scheduler(config, worker.pool, None, worker.local_pools)
+    worker.device = FakeDevice(num_blocks, block_tokens, 8, worker.local_pools)
     worker.steps_ahead = 0
     return worker
 
@@ -220,14 +233,15 @@ def test_a_ticket_covers_all_tokens_except_the_one_just_sampled() -> None:
     assert last.finish is not None
     assert last.finish.reason == "handoff"
     assert last.ticket == KvTicket("W", "there", "l", 10, LEASE_S)
-    assert len(worker.leases["l"].blocks) == 3
-    assert worker.leases["l"].complete
+    assert len(worker.leases["l", 0].blocks) == 3
+    assert worker.leases["l", 0].complete
     assert worker.pool.num_free == 32 - 3
 
 
-def test_decode_computes_no_token_that_it_can_pull() -> None:
+@pytest.mark.parametrize("reaches", [(), (KvReach("window", 5),), (KvReach("chunk", 8), KvReach("window", 2))])
+def test_decode_computes_no_token_that_it_can_pull(reaches: tuple[KvReach, ...]) -> None:
     for num_prompt in (1, 3, 4, 5, 8, 23):
-        prefill, decode = a_worker(), a_worker()
+        prefill, decode = a_worker(reaches=reaches), a_worker(reaches=reaches)
         prefill.add(a_request(num_prompt, lease_id="l"))
         prefill.step(0.0, {})
         ticket = prefill.finishes["r"].ticket

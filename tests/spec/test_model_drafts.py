@@ -68,10 +68,16 @@ def test_a_step_without_room_for_drafts_has_none() -> None:
 
 def test_the_setting_names_a_folder_and_may_name_tapes_besides() -> None:
     choice = DrafterChoice.parse("auto,eagle3:/some/head")
-    assert choice.draft_model == "/some/head"
+    assert choice.draft_model == "eagle3"
+    assert choice.arguments["eagle3"] == "/some/head"
+    assert DrafterChoice.parse("mtp").draft_model == "mtp"
     assert {"cache", "ngram", "grammar"} < set(choice.arguments)
     choice.build(DrafterParts(BlockPool(2), 10), DraftCounts())
     assert DrafterChoice.parse("ngram").draft_model is None
     assert DrafterChoice.parse("off").draft_model is None
     with pytest.raises(ConfigError, match="eagle3:FOLDER"):
         DrafterChoice.parse("eagle3")
+    with pytest.raises(ConfigError, match="takes no argument"):
+        DrafterChoice.parse("mtp:/some/head")
+    with pytest.raises(ConfigError, match="one draft model"):
+        DrafterChoice.parse("mtp,eagle3:/some/head")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings
-from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
+from stoker.engine.build import BuiltEngine, build_engine
+from stoker.engine.model_identity import read_hf_config
 from stoker.models import eagle3_config
 from stoker.models.eagle3_weights import Eagle3Checkpoint
 from stoker.models.family import family_of

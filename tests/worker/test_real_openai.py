@@ -170,6 +170,45 @@ def test_tools_beside_a_format_allow_a_call_or_the_format(client: openai.OpenAI,
     assert answer.finish_reason == "tool_calls"
 
 
+PATCH_LINES = r"""
+start: "*** Begin Patch" LF line+ "*** End Patch"
+line: ("+" | "-") /[a-z ]{1,12}/ LF
+%import common.LF
+"""
+PATCH = re.compile(r"\*\*\* Begin Patch\n([-+][a-z ]{1,12}\n)+\*\*\* End Patch")
+
+
+def test_a_custom_tool_follows_its_grammar_in_chat(client: openai.OpenAI) -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": PATCH_LINES}}
+    tools = [{"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": form}}, *TOOLS]
+    choice = {"type": "custom", "custom": {"name": "patch"}}
+    fields: dict[str, Any] = {"tools": tools, "tool_choice": choice, "temperature": 1.2, "max_tokens": 90, "seed": 5}
+    (call,) = chat(client, ASK_WEATHER, **fields).choices[0].message.tool_calls
+    assert (call.type, call.custom.name) == ("custom", "patch")
+    assert PATCH.fullmatch(call.custom.input)
+    deltas = [chunk.choices[0].delta for chunk in chat(client, ASK_WEATHER, stream=True, **fields)]
+    written = [part.custom for delta in deltas for part in delta.tool_calls or ()]
+    assert written[0]["name"] == "patch"
+    assert "".join(part["input"] for part in written) == call.custom.input
+    past = [*ASK_WEATHER, {"role": "assistant", "tool_calls": [call.model_dump()]}]
+    past.append({"role": "tool", "tool_call_id": call.id, "content": "Done"})
+    assert chat(client, past, tools=tools, max_tokens=1).usage.prompt_tokens > 100
+
+
+def test_a_custom_tool_follows_its_grammar_in_responses(client: openai.OpenAI) -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": PATCH_LINES}
+    tools: Any = [{"type": "custom", "name": "patch", "format": form}]
+    fields: dict[str, Any] = {"model": "smollm2", "input": "Fix it", "tools": tools, "max_output_tokens": 90}
+    answer = client.responses.create(**fields, tool_choice={"type": "custom", "name": "patch"}, temperature=1.2)
+    (item,) = answer.output
+    assert item.type == "custom_tool_call"
+    assert PATCH.fullmatch(item.input)
+    tools[0]["format"]["definition"] = "start: nothing"
+    with pytest.raises(openai.BadRequestError, match="nothing") as refused:
+        client.responses.create(**fields)
+    assert (refused.value.param, refused.value.code) == ("tools", "invalid_grammar")
+
+
 def test_the_model_reads_the_tool_result(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     messages = [

@@ -241,12 +241,12 @@ def test_a_prompt_can_be_scored_without_an_answer(server: Server, stream: bool) 
 
 
 def test_fields_without_effect_are_named_in_a_header(server: Server) -> None:
-    fields = {"web_search_options": {}, "verbosity": "low", "store": True, "service_tier": "flex"}
+    fields = {"web_search_options": {}, "verbosity": "low", "store": True, "service_tier": "priority"}
     answer = server.chat(**fields)
     assert answer.status == 200
     assert answer.headers["X-Ignored-Fields"] == "service_tier, store, verbosity, web_search_options"
     assert "X-Ignored-Fields" in server.chat(stream=True, **fields).headers
-    harmless = {"store": False, "service_tier": "auto", "verbosity": None, "prediction": None}
+    harmless = {"store": False, "service_tier": "flex", "verbosity": None, "prediction": None}
     assert "X-Ignored-Fields" not in server.chat(**harmless).headers
     codex = {"input": "a", "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
     assert server.send(RESPONSES, codex).headers["X-Ignored-Fields"] == "reasoning.summary"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,8 @@ from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
-from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
+from stoker.engine.build import BuiltEngine, build_engine
+from stoker.engine.model_identity import read_hf_config
 from stoker.engine.process.block_log import BlockLog
 from stoker.engine.process.grammars.compile_queue import CompileJob
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
@@ -23,7 +25,9 @@ from stoker.engine.process.heartbeat import Heartbeat, LoopProgress
 from stoker.engine.process.idle_tasks import IdleTask, IdleTasks
 from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp
 from stoker.engine.process.reports import engine_info, engine_stats, log_memory
+from stoker.engine.ranks.rank_processes import RankProcesses
 from stoker.models.family import family_of
+from stoker.parallel.rank_watch import RankLost
 from stoker.proto.messages import (
     Add,
     Cancel,
@@ -263,7 +267,7 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
         built = _build(pipe, arguments, ahead, timeline)
         if built is None:
             return
-        engine, blocks, mailbox = built
+        engine, blocks, mailbox, ranks = built
         garbage.tune_for_serving()
         pipe.send(engine_info(engine))
         log_memory(engine.memory)
@@ -272,17 +276,21 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
         if shown is not None:
             shown.log_to(log)
         engine.store.announce_held_blocks()
+        ranks.has_started = True
         try:
             EngineLoop(engine, blocks, mailbox, pipe, progress, shown).run()
+        except RankLost as lost:
+            _end_process(lost)
         finally:
             engine.close()
 
 
 def _build(
     pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, timeline: Timeline
-) -> tuple[BuiltEngine, BlockLog, Mailbox] | None:
+) -> tuple[BuiltEngine, BlockLog, Mailbox, _LostRanks] | None:
     """Build the engine. If that fails, tell the server why and return None."""
-    folder = Path(arguments.folder)
+    folder, lost_ranks = Path(arguments.folder), _LostRanks()
+    ranks = arguments.settings.ranks
     try:
         family = family_of(read_hf_config(folder), str(folder))
         grammars = LazyGrammars(folder, family.shape.vocab_size)
@@ -299,8 +307,26 @@ def _build(
             tuning_dir=None if arguments.tuning_dir is None else Path(arguments.tuning_dir),
             wake=mailbox.wake,
             kernel_cache_dir=Path(arguments.kernel_cache_dir) if arguments.kernel_cache_dir is not None else None,
+            ranks=RankProcesses(lost_ranks) if ranks.tp * ranks.pp > 1 else None,
         )
     except StokerError as error:
         pipe.send(StartFailed(code=error.code, message=error.message))
         return None
-    return built, blocks, mailbox
+    return built, blocks, mailbox, lost_ranks
+
+
+class _LostRanks:
+    """Ends this process when a rank is lost while it serves. At the start, building the engine fails with the reason."""
+
+    def __init__(self) -> None:
+        self.has_started = False
+
+    def __call__(self, lost: RankLost) -> None:
+        if self.has_started:
+            _end_process(lost)
+
+
+def _end_process(lost: RankLost) -> None:
+    """End at once: the loop may wait for the lost rank. The server answers the open requests and starts a new engine."""
+    log.error("engine_ends", reason=lost.message)
+    os._exit(1)

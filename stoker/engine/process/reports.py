@@ -63,7 +63,7 @@ def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
         loaded_tokens=counters.loaded_tokens,
         pulled_tokens=counters.pulled_tokens,
         failed_loads=counters.failed_loads,
-        tiers=[_tier_report(built, tier) for tier in built.store.tiers],
+        tiers=[_tier_report(built, tier) for tier in (*built.store.tiers, *built.store.local_tiers)],
         drafts=draft_reports(built.draft_counts),
     )
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from stoker.base.errors import Overloaded
 from stoker.gateway.admission.api_keys import Caller
+from stoker.gateway.admission.budgets import Budget
 from stoker.gateway.admission.fair_queue import WAITING, Capacity, FairQueue, Ticket
+from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
+from stoker.gateway.admission.prices import FREE, Price
 from stoker.gateway.admission.rate_limits import Refusal
 from stoker.gateway.config import AdmissionSettings
 
@@ -45,8 +48,17 @@ class AdmittedRequest(msgspec.Struct, eq=False):
     _charged: int = 0
     _ended: bool = False
     waited_s: float = 0.0
+    # The budgets that the request is charged to: the key's, and its session's.
+    _budgets: tuple[Budget, ...] = ()
+    _price: Price | None = None
+    _cost: int = 0  # charged so far
     # How many tokens a running request has produced so far. The owner sets it if the key limits tokens.
     output_tokens: Callable[[], int] | None = None
+
+    @property
+    def tracks_output(self) -> bool:
+        """True if its output is charged while it runs."""
+        return self.caller.limiter.limits_tokens or bool(self._budgets)
 
     def first_token(self) -> None:
         """Note that the prompt is computed, which frees its prefill capacity."""
@@ -62,8 +74,14 @@ class AdmittedRequest(msgspec.Struct, eq=False):
         if new > 0:
             self._charged += new
             self.caller.limiter.charge(new, now)
+            self._charge_money(0 if self._price is None else self._price.output * new, now)
 
-    def done(self, uncached_tokens: int | None = None, output_tokens: int = 0) -> None:
+    def _charge_money(self, cost: int, now: float) -> None:
+        self._cost += cost
+        for budget in self._budgets:
+            budget.charge(cost, now)
+
+    def done(self, uncached_tokens: int | None = None, output_tokens: int = 0, cached_tokens: int = 0) -> None:
         """End the request with the tokens that it used. If `uncached_tokens` is None, what was charged so far is kept.
 
         A request that was not admitted is still counted in the key's requests per minute, because its body was processed.
@@ -72,6 +90,11 @@ class AdmittedRequest(msgspec.Struct, eq=False):
             return
         self._ended = True
         ticket, now = self._ticket, self._admission.clock()
+        cost = 0
+        if self._price is not None and uncached_tokens is not None:
+            cost = self._price.units(uncached_tokens + cached_tokens, cached_tokens, output_tokens)
+        for budget in self._budgets:
+            budget.end(self._cost, cost, now)
         if ticket is None or self._queue is None:
             self.caller.limiter.end(self._charged, 0, now)
             return
@@ -79,8 +102,7 @@ class AdmittedRequest(msgspec.Struct, eq=False):
         used = self._charged if uncached_tokens is None else uncached_tokens + output_tokens
         limiter = self.caller.limiter
         limiter.end(self._charged, used, now)
-        if limiter.limits_tokens:
-            self._admission.running.discard(self)
+        self._admission.running.discard(self)
 
 
 class Admission:
@@ -88,7 +110,7 @@ class Admission:
 
     `lane(model, now)` names the queue of a model; models served by the same workers share one. It returns None if no worker
     serves the model; the router then reports that. `capacity(lane, now)` returns how much the lane's workers may hold.
-    `gate()` returns an error if all requests must be refused.
+    `gate()` returns an error if all requests must be refused. `price(model)` is what budgets are charged.
     """
 
     def __init__(
@@ -99,17 +121,42 @@ class Admission:
         clock: Callable[[], float],
         lane: Callable[[str, float], str | None] = lambda model, now: model,
         gate: Callable[[], Overloaded | None] = lambda: None,
+        leases: LimitLeases | NoLeases | None = None,
+        price: Callable[[str], Price] = lambda model: FREE,
     ) -> None:
         self._settings = settings
         self._capacity = capacity
         self.clock = clock
         self._lane = lane
         self._gate = gate
+        self._leases = leases or NoLeases()
+        self._price = price
         self._queues: dict[str, FairQueue] = {}
         self._open = FairQueue(settings, lambda now: Capacity())  # for models without a worker: never full
         self._timer: asyncio.TimerHandle | None = None
-        self.running: set[AdmittedRequest] = set()  # the admitted requests of keys with a token limit
+        self.running: set[AdmittedRequest] = set()  # the admitted requests of keys with a token limit or a budget
         self._charging: asyncio.TimerHandle | None = None
+
+    async def prepare(self, caller: Caller) -> None:
+        """Lease the key's limits from the store, if they are not leased yet. Call it before `claim`."""
+        limiter, own = caller.limiter, caller.budgets.own
+        if limiter.unlimited and not own:
+            return
+        await self._leases.ensure((*limiter.leased, *own), lambda: self._refusal(caller) is not None)
+
+    async def charge_session(self, claim: AdmittedRequest, session: str | None) -> None:
+        """Also charge the request to its session's budget. Call it before `enter`."""
+        budgets = claim.caller.budgets.of_session(session)
+        if budgets:
+            await self._leases.ensure(budgets, lambda: budgets[0].refusal(1, self.clock()) is not None)
+            claim._budgets += budgets
+
+    def _refusal(self, caller: Caller) -> Overloaded | None:
+        now = self.clock()
+        limit = caller.limiter.refusal(now)
+        if limit is not None:
+            return rate_limited(limit)
+        return _over_budget(caller.budgets.own, 1, now)
 
     def claim(self, caller: Caller) -> AdmittedRequest:
         """Count a request that has arrived. Raises Overloaded with a retry time if its key is above a limit."""
@@ -119,7 +166,15 @@ class Admission:
         limit = caller.limiter.begin(self.clock())
         if limit is not None:
             raise rate_limited(limit)
-        return AdmittedRequest(self, caller)
+        claim = AdmittedRequest(self, caller)
+        own = caller.budgets.own
+        if own:
+            claim._budgets = own
+            refusal = _over_budget(own, 1, self.clock())
+            if refusal is not None:
+                claim.done()
+                raise refusal
+        return claim
 
     async def enter(
         self,
@@ -136,10 +191,7 @@ class Admission:
         request, as it does if the client leaves the queue: otherwise a busy fleet would turn off `requests_per_minute`.
         """
         caller, now = claim.caller, self.clock()
-        limiter = caller.limiter
-        if limiter.limits_tokens and (limit := limiter.estimate(uncached_tokens, now)) is not None:
-            raise rate_limited(limit)
-        claim._charged = uncached_tokens
+        self._charge_prompt(claim, uncached_tokens, lane, now)
         queue = self._queue_of(lane, now)
         queue_s, priority = self._settings.queue_s, caller.best_priority(priority)
         try:
@@ -152,7 +204,33 @@ class Admission:
             claim.done()
             raise
         claim._queue, claim._ticket, claim.waited_s = queue, ticket, ticket.admitted_s - now
-        if limiter.limits_tokens:
+        self._watch_output(claim)
+
+    def enter_beside(self, claim: AdmittedRequest, uncached_tokens: int, *, lane: str) -> None:
+        """Admit a claimed request that does not use the queue: a flex request has its own (`flex.py`).
+
+        Raises Overloaded if its key has not enough tokens or money left.
+        """
+        caller, now = claim.caller, self.clock()
+        self._charge_prompt(claim, uncached_tokens, lane, now)
+        claim._queue = self._open
+        claim._ticket = self._open.offer(caller.tenant, caller.weight, uncached_tokens, 0, now, 0.0, False)
+        self._watch_output(claim)
+
+    def _charge_prompt(self, claim: AdmittedRequest, uncached_tokens: int, lane: str, now: float) -> None:
+        limiter = claim.caller.limiter
+        if limiter.limits_tokens and (limit := limiter.estimate(uncached_tokens, now)) is not None:
+            raise rate_limited(limit)
+        if claim._budgets:
+            claim._price = self._price(lane)
+            cost = claim._price.input * uncached_tokens
+            if (refusal := _over_budget(claim._budgets, cost, now)) is not None:
+                raise refusal
+            claim._charge_money(cost, now)
+        claim._charged = uncached_tokens
+
+    def _watch_output(self, claim: AdmittedRequest) -> None:
+        if claim.tracks_output:
             self.running.add(claim)
             if self._charging is None:
                 self._charging = asyncio.get_running_loop().call_later(_CHARGE_S, self._charge)
@@ -232,6 +310,14 @@ class Admission:
             }
             for name, queue in self._queues.items()
         ]
+
+
+def _over_budget(budgets: Iterable[Budget], cost: int, now: float) -> Overloaded | None:
+    """Return the client's error if a request of this cost exceeds one of the budgets."""
+    for budget in budgets:
+        if (over := budget.refusal(cost, now)) is not None:
+            return Overloaded(over.message, retry_after_s=over.retry_after_s, code="insufficient_quota")
+    return None
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""API keys: authenticate a request and find its tenant. Only hashes are configured; a key is never stored or logged.
+"""API keys: authenticate a request and find its tenant. Only hashes are configured or stored, and no key is logged.
 
 Keys have 256 random bits and cannot be guessed, so plain SHA-256 is as safe as a slow password hash.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from stoker.base.errors import ConfigError, StokerError
+from stoker.gateway.admission.budgets import KeyBudgets
 from stoker.gateway.admission.rate_limits import KeyLimiter
 from stoker.gateway.config import KeySettings, TenantSettings
 
@@ -44,6 +45,7 @@ class Caller:
     weight: float = 1.0  # the tenant's share relative to other tenants
     salt: str | None = None  # None: shares cached prefixes with the other tenants that allow sharing
     limiter: KeyLimiter = field(default_factory=KeyLimiter)
+    budgets: KeyBudgets = field(default_factory=KeyBudgets)
     known: bool = True  # False: the gateway requires no keys
 
     def cache_salt(self, requested: str | None) -> str | None:
@@ -57,6 +59,11 @@ class Caller:
             return None if requested is None else f"shared:{requested}"
         return self.salt if requested is None else f"{self.salt}:{requested}"
 
+    @property
+    def lowest_priority(self) -> int:
+        """Return the priority of flex requests, which run after all others."""
+        return self.priority + _MAX_STEPS
+
     def best_priority(self, requested: int | None) -> int:
         """Return the priority to use: a client may lower its priority by some steps, but not raise it above its key's."""
         return self.priority if requested is None else min(max(self.priority, requested), self.priority + _MAX_STEPS)
@@ -66,33 +73,68 @@ UNAUTHENTICATED = Caller(ANONYMOUS, DEFAULT_TENANT, known=False)  # a request wh
 
 
 class ApiKeys:
-    """The configured API keys. Without any, every request is accepted as the default tenant."""
+    """The API keys of the configuration file and of the store. If there never was any, every request is accepted."""
 
     def __init__(self, keys: Sequence[KeySettings], tenants: Sequence[TenantSettings] = ()) -> None:
-        by_name = {tenant.name: tenant for tenant in tenants}
+        self._tenants = {tenant.name: tenant for tenant in tenants}
+        self._configured = tuple(keys)
+        self._callers: dict[KeySettings, Caller] = {}
         self._by_digest: dict[bytes, tuple[bytes, Caller]] = {}
+        self._by_name: dict[str, KeySettings] = {}
+        self._anonymous: Caller | None = None
+        digests: dict[str, str] = {}
         for key in keys:
-            digest = bytes.fromhex(key.sha256)
-            if digest in self._by_digest:
-                other = self._by_digest[digest][1].key_id
+            if (other := digests.setdefault(key.sha256, key.name)) != key.name:
                 raise ConfigError(f"key {key.name!r} has the same sha256 as key {other!r}; create a new key for one")
-            tenant = by_name.get(key.tenant, TenantSettings(key.tenant))
-            caller = Caller(
-                key_id=key.name,
-                tenant=key.tenant,
-                priority=key.priority,
-                weight=tenant.weight,
-                salt=None if tenant.share_cache else f"tenant:{key.tenant}",
-                limiter=KeyLimiter(key.requests_per_minute, key.tokens_per_minute, key.concurrency),
-            )
-            self._by_digest[digest] = (digest, caller)
-        self._anonymous = None if keys else Caller(ANONYMOUS, DEFAULT_TENANT, known=False)
+        self.set_stored((), any_key=False)
+
+    @property
+    def required(self) -> bool:
+        return self._anonymous is None
+
+    def set_stored(self, stored: Sequence[KeySettings], *, any_key: bool) -> None:
+        """Replace the keys of the store. `any_key` is True if it ever had one: then requests need a key.
+
+        A key that stays keeps its limits' state. Where a name or hash is in both places, the configuration file's key counts.
+        """
+        callers: dict[KeySettings, Caller] = {}
+        by_name: dict[str, KeySettings] = {}
+        by_digest: dict[bytes, tuple[bytes, Caller]] = {}
+        for key in (*self._configured, *stored):
+            digest = bytes.fromhex(key.sha256)
+            if key.name in by_name or digest in by_digest:
+                continue
+            caller = callers[key] = self._callers.get(key) or self._caller(key)
+            by_name[key.name] = key
+            by_digest[digest] = (digest, caller)
+        self._callers, self._by_name, self._by_digest = callers, by_name, by_digest
+        if self._configured or any_key:
+            self._anonymous = None
+        elif self._anonymous is None:
+            self._anonymous = Caller(ANONYMOUS, DEFAULT_TENANT, known=False)
+
+    def settings_of(self, key_id: str) -> KeySettings | None:
+        """Return the settings of a key by its name. Any thread may call it."""
+        return self._by_name.get(key_id)
+
+    def _caller(self, key: KeySettings) -> Caller:
+        tenant = self._tenants.get(key.tenant, TenantSettings(key.tenant))
+        return Caller(
+            key_id=key.name,
+            tenant=key.tenant,
+            priority=key.priority,
+            weight=tenant.weight,
+            salt=None if tenant.share_cache else f"tenant:{key.tenant}",
+            limiter=KeyLimiter(key.requests_per_minute, key.tokens_per_minute, key.concurrency, key.name),
+            budgets=KeyBudgets(key),
+        )
 
     def caller(self, key_id: str) -> Caller | None:
         """Return the caller of a key by its name, for work that outlives its request. None if the key is gone."""
         if self._anonymous is not None:
             return self._anonymous if key_id == ANONYMOUS else None
-        return next((caller for _, caller in self._by_digest.values() if caller.key_id == key_id), None)
+        key = self._by_name.get(key_id)
+        return None if key is None else self._callers.get(key)
 
     def authenticate(self, request: HasHeaders) -> Caller:
         if self._anonymous is not None:

@@ -80,6 +80,7 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     reject_if_busy: bool | UnsetType | None = msgspec.field(default=UNSET, name="rejectIfBusy")
     return_token_ids: bool | None = None
     usage: UsageOption | None = None
+    service_tier: Raw | UnsetType = UNSET
     timeout_s: Raw | UnsetType = UNSET
     user: _NameText | int | None = None
     prompt_cache_key: _NameText | int | None = None
@@ -132,6 +133,11 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
             if isinstance(bound, int):
                 return bound if bound >= 0 else None
         return None
+
+    @property
+    def is_flex(self) -> bool:
+        """Return True if the request may wait for idle capacity."""
+        return not isinstance(self.service_tier, UnsetType) and bytes(self.service_tier) == b'"flex"'
 
     @property
     def wants_usage(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from stoker.gateway.admission.prices import PriceList, in_currency
 from stoker.gateway.doctor.miss_parts import CHANGED, MissPart
-from stoker.gateway.records.prices import PriceList, in_currency
 from stoker.proto.admin_api import KeyMisses, MissList, MissReason
 
 _MAX_KEYS = 4096  # pairs of a key and a model; further ones are counted together

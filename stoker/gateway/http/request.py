@@ -70,6 +70,7 @@ class HttpRequest:
         "num_held",
         "on_gone",
         "on_pause",
+        "on_preempt",
         "on_resume",
         "path",
         "peer",
@@ -97,6 +98,8 @@ class HttpRequest:
         self.on_gone: Callable[[], object] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
+        # Called when the gateway needs the worker for a request that matters more. None: this one runs to its end.
+        self.on_preempt: Callable[[], object] | None = None
         self._minor = head.minor
         self._carrier = carrier
         self._transport = carrier.transport

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from stoker.base.errors import InvalidRequest
+from stoker.gateway.objects.object_ids import is_object_id
 
 _MAX_LIMIT = 100
 _DEFAULT_LIMIT = 20
@@ -27,13 +28,16 @@ def page_of(query: bytes, *, default_order: str = "desc", max_limit: int = _MAX_
     given = parse_qs(query.decode("ascii"))
     limit = given.get("limit", [str(min(_DEFAULT_LIMIT, max_limit))])[-1]
     order = given.get("order", [default_order])[-1]
-    if not limit.isdigit() or not 1 <= int(limit) <= max_limit:
+    if not limit.isdigit() or len(limit) > 6 or not 1 <= int(limit) <= max_limit:
         raise InvalidRequest(
             f"Invalid value for 'limit': {limit[:40]!r}. Expected a number from 1 to {max_limit}.", param="limit"
         )
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"Invalid value for 'order': {order[:40]!r}. Expected 'asc' or 'desc'.", param="order")
-    return ListPage(int(limit), given.get("after", [None])[-1], order == "asc")
+    after = given.get("after", [None])[-1]
+    if after is not None and not is_object_id(after):
+        raise InvalidRequest(f"Invalid value for 'after': {after[:80]!r} is not an id.", param="after")
+    return ListPage(int(limit), after, order == "asc")
 
 
 def paged(items: Sequence[dict[str, Any]], page: ListPage) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from stoker.proto.sse import encode_event
 
 _RESPONSE = re.compile(rb'"response":\s*\{')
 _DATA = re.compile(rb"^data: ?(.*)$", re.MULTILINE)
-_TYPE = re.compile(rb"^event: ?(\S+)", re.MULTILINE)
-_NUMBER = re.compile(rb'"sequence_number":\s*(\d+)')
+_TYPE = re.compile(rb"^event: ?([a-z0-9_.]+)\s*$", re.MULTILINE)
+_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,18})(?!\d)')
 _LAST = frozenset({b"response.completed", b"response.incomplete", b"response.failed"})
 _ERROR = b"error"
 
@@ -92,7 +92,10 @@ def error_of(event: bytes) -> Mapping[str, Raw] | None:
     kind, found = _TYPE.search(event), _DATA.search(event)
     if kind is None or kind.group(1) != _ERROR or found is None:
         return None
-    return fields(found.group(1))
+    try:
+        return fields(found.group(1))
+    except msgspec.DecodeError:
+        return {}
 
 
 def response_event(kind: str, response: bytes, number: int) -> bytes:

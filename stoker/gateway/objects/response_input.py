@@ -33,7 +33,7 @@ class PreviousNotFound(InvalidRequest):
     code = "previous_response_not_found"
 
     def __init__(self, response_id: str) -> None:
-        super().__init__(f"Previous response with id '{response_id}' not found.", param="previous_response_id")
+        super().__init__(f"Previous response with id '{response_id[:80]}' not found.", param="previous_response_id")
 
 
 def own_items(body: dict[str, Raw]) -> bytes:
@@ -65,7 +65,7 @@ def stateless_body(body: dict[str, Raw], turns: Sequence[StoredResponse], items:
     return msgspec.json.encode(table)
 
 
-def check_turns(turns: Sequence[StoredResponse], response_id: str, max_turns: int, max_bytes: int) -> None:
+def check_turns(turns: Sequence[StoredResponse], response_id: str, max_turns: int) -> None:
     """Raise InvalidRequest if the conversation that ends with `response_id` cannot be continued."""
     if not turns:
         raise PreviousNotFound(response_id)
@@ -79,12 +79,6 @@ def check_turns(turns: Sequence[StoredResponse], response_id: str, max_turns: in
     if turns[-1].status not in _CONTINUED:
         raise InvalidRequest(
             f"Response '{response_id}' has the status '{turns[-1].status}'; only a completed one can be continued.",
-            param="previous_response_id",
-        )
-    num_bytes = sum(len(turn.input) + len(turn.response) for turn in turns)
-    if num_bytes > max_bytes:
-        raise InvalidRequest(
-            f"This conversation has {num_bytes} bytes, and a request may have {max_bytes}; begin a new one.",
             param="previous_response_id",
         )
 

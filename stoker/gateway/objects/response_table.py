@@ -22,8 +22,8 @@ RESPONSE_TABLES = Tables(
             "CREATE TABLE responses (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, key_id TEXT NOT NULL, created_s REAL NOT NULL,"
             " expires_s REAL NOT NULL, status TEXT NOT NULL, previous_id TEXT, is_background INTEGER NOT NULL,"
             " is_streamed INTEGER NOT NULL, owner TEXT NOT NULL, lease_s REAL NOT NULL, attempts INTEGER NOT NULL,"
-            " wants_cancel INTEGER NOT NULL, num_bytes INTEGER NOT NULL, input BLOB NOT NULL, response BLOB NOT NULL,"
-            " request BLOB)",
+            " wants_cancel INTEGER NOT NULL, num_bytes INTEGER NOT NULL, raw_bytes INTEGER NOT NULL,"
+            " input BLOB NOT NULL, response BLOB NOT NULL, request BLOB)",
             "CREATE INDEX responses_by_tenant ON responses (tenant, created_s)",
             "CREATE INDEX responses_by_expiry ON responses (expires_s)",
             "CREATE INDEX responses_by_lease ON responses (status, lease_s)",
@@ -36,7 +36,7 @@ KIND = "responses"
 UNFINISHED = ("queued", "in_progress")
 _COLUMNS = (
     "id, tenant, key_id, created_s, expires_s, status, previous_id, is_background, is_streamed, owner, lease_s, attempts,"
-    " wants_cancel, num_bytes, input, response, request"
+    " wants_cancel, num_bytes, raw_bytes, input, response, request"
 )
 
 
@@ -84,6 +84,7 @@ def insert(changes: Transaction, row: StoredResponse, max_tenant_bytes: int) -> 
         row.attempts,
         0,
         num_bytes,
+        len(row.input) + len(row.response),
         *blobs,
     )
     changes.execute(f"INSERT INTO responses ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
@@ -113,18 +114,34 @@ def get(reader: Transaction, tenant: str, response_id: str) -> StoredResponse | 
     return rows[0] if rows else None
 
 
-def chain(reader: Transaction, tenant: str, response_id: str, max_turns: int) -> list[StoredResponse]:
-    """Return a response and those before it, the oldest first. The first one has a `previous_id` if an older one is missing."""
-    columns = ", ".join(f"r.{name.strip()}" for name in _COLUMNS.split(","))
-    query = (
+def chain(
+    reader: Transaction, tenant: str, response_id: str, max_turns: int, max_bytes: int
+) -> list[StoredResponse] | int:
+    """Return a response and those before it, the oldest first. The first one has a `previous_id` if an older one is missing.
+
+    A conversation of more than `max_bytes` is not read: the result is its size.
+    """
+    turns = (
         "WITH RECURSIVE turns (id, previous_id, depth) AS ("
         " SELECT id, previous_id, 0 FROM responses WHERE id = ? AND tenant = ?"
         " UNION ALL"
         " SELECT r.id, r.previous_id, turns.depth + 1 FROM responses r JOIN turns ON r.id = turns.previous_id"
         " WHERE r.tenant = ? AND turns.depth < ?)"
-        f" SELECT {columns} FROM turns JOIN responses r ON r.id = turns.id ORDER BY turns.depth DESC"
     )
-    return [_row(values) for values in reader.execute(query, (response_id, tenant, tenant, max_turns))]
+    values = (response_id, tenant, tenant, max_turns)
+    size = f"{turns} SELECT COALESCE(SUM(r.raw_bytes), 0) FROM turns JOIN responses r ON r.id = turns.id"
+    ((num_bytes,),) = list(reader.execute(size, values))
+    if num_bytes > max_bytes:
+        return int(num_bytes)
+    columns = ", ".join(f"r.{name.strip()}" for name in _COLUMNS.split(","))
+    query = f"{turns} SELECT {columns} FROM turns JOIN responses r ON r.id = turns.id ORDER BY turns.depth DESC"
+    return [_row(row) for row in reader.execute(query, values)]
+
+
+def is_finished(reader: Transaction, tenant: str, response_id: str) -> bool:
+    """Return True if a response has ended, or is gone."""
+    query = "SELECT status FROM responses WHERE id = ? AND tenant = ?"
+    return all(status not in UNFINISHED for (status,) in reader.execute(query, (response_id, tenant)))
 
 
 def extend(changes: Transaction, tenant: str, ids: Sequence[str], expires_s: float) -> None:
@@ -154,7 +171,8 @@ def finish(changes: Transaction, response_id: str, owner: str, status: str, resp
         events = "SELECT COALESCE(SUM(LENGTH(events)), 0) FROM response_events WHERE response_id = ?"
         ((num_events,),) = list(changes.execute(events, (response_id,)))
         num_bytes = int(num_input) + len(blob) + int(num_events)
-        changes.execute("UPDATE responses SET num_bytes = ? WHERE id = ?", (num_bytes, response_id))
+        query = "UPDATE responses SET num_bytes = ?, raw_bytes = raw_bytes + ? WHERE id = ?"
+        changes.execute(query, (num_bytes, len(response), response_id))
         add_bytes(changes, str(tenant), KIND, num_bytes - int(before))
         return True
     return False

@@ -23,12 +23,14 @@ from stoker.gateway.api.reply import JSON, Reply, json_reply, method_not_allowed
 from stoker.gateway.config import ResponsesSettings
 from stoker.gateway.http import Headers, HttpRequest, InternalRequest
 from stoker.gateway.objects import response_table as table
+from stoker.gateway.objects.object_ids import is_object_id
 from stoker.gateway.objects.pages import page_of, paged
 from stoker.gateway.objects.quota import QUOTA_TABLES
 from stoker.gateway.objects.response_events import EditedStream, ResponseEdits, events_beyond
-from stoker.gateway.objects.response_input import check_turns, listed_items, own_items, stateless_body
+from stoker.gateway.objects.response_input import PreviousNotFound, check_turns, listed_items, own_items, stateless_body
 from stoker.gateway.objects.response_runs import Generate, ResponseRuns, status_of
 from stoker.gateway.objects.response_table import RESPONSE_TABLES, StoredResponse
+from stoker.gateway.objects.slow_clients import wait_for_room
 from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.proto.openai.decode import decode
@@ -38,8 +40,6 @@ PREFIX = b"/v1/responses/"
 _SSE: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _POLL_S = 0.25  # how often a stream asks the store for the events of a response that another gateway runs
 _CANCEL_S = 5.0  # how long a cancelled response may take to end
-_PAUSE_S = 0.05
-_STALL_S = 300.0  # how long a client of a stream may read nothing
 
 log = EventLog("responses")
 
@@ -108,6 +108,7 @@ class StoredResponses:
         keys: ApiKeys,
         settings: ResponsesSettings,
         *,
+        name: str,
         max_body_bytes: int,
         model_of: Callable[[str | None], str],
         unix_time: Callable[[], float] = time.time,
@@ -121,7 +122,7 @@ class StoredResponses:
         self._unix_time = unix_time
         self._max_bytes = int(settings.max_mib * (1 << 20))
         self._max_tenant_bytes = int(settings.max_tenant_mib * (1 << 20))
-        self.runs = ResponseRuns(store, keys, settings, f"gw_{secrets.token_hex(8)}", unix_time)
+        self.runs = ResponseRuns(store, keys, settings, name, unix_time)
         store.store.declare(QUOTA_TABLES)
         store.store.declare(RESPONSE_TABLES)
 
@@ -174,8 +175,22 @@ class StoredResponses:
         if previous_id is None:
             return []
         most = self._settings.max_turns
-        turns = await self._store.read(lambda reader: table.chain(reader, caller.tenant, previous_id, most))
-        check_turns(turns, previous_id, most, self._max_body_bytes)
+        if not is_object_id(previous_id):
+            raise PreviousNotFound(previous_id)
+        read = partial(
+            table.chain,
+            tenant=caller.tenant,
+            response_id=previous_id,
+            max_turns=most,
+            max_bytes=self._max_body_bytes,
+        )
+        turns = await self._store.read(read)
+        if isinstance(turns, int):
+            raise InvalidRequest(
+                f"This conversation has {turns} bytes, and a request may have {self._max_body_bytes}; begin a new one.",
+                param="previous_response_id",
+            )
+        check_turns(turns, previous_id, most)
         return turns
 
     async def _run_foreground(
@@ -305,7 +320,8 @@ class StoredResponses:
         return Reply(200, [JSON], row.response)
 
     async def _get(self, caller: Caller, response_id: str) -> StoredResponse:
-        row = await self._store.read(lambda reader: table.get(reader, caller.tenant, response_id))
+        read = partial(table.get, tenant=caller.tenant, response_id=response_id)
+        row = await self._store.read(read) if is_object_id(response_id) else None
         if row is None:
             raise NotFound(f"Response with id '{response_id[:80]}' not found.", param="response_id", code="not_found")
         return row
@@ -320,7 +336,7 @@ class StoredResponses:
                 for last, events in pieces:
                     client.write(events_beyond(events, after))
                     after = last
-                    await _wait_for_room(client)
+                    await wait_for_room(client)
                 if not pieces:
                     if is_finished:
                         break
@@ -333,18 +349,7 @@ class StoredResponses:
 
 
 def _pieces(reader: Transaction, row: StoredResponse, after: int) -> tuple[list[tuple[int, bytes]], bool]:
-    pieces = table.events_after(reader, row.id, after)
-    now = table.get(reader, row.tenant, row.id)
-    return pieces, now is None or now.is_finished
-
-
-async def _wait_for_room(client: HttpRequest) -> None:
-    deadline_s = time.monotonic() + _STALL_S
-    while client.paused and not client.gone:
-        if time.monotonic() > deadline_s:
-            client.abort()
-            return
-        await asyncio.sleep(_PAUSE_S)
+    return table.events_after(reader, row.id, after), table.is_finished(reader, row.tenant, row.id)
 
 
 def _connect(client: HttpRequest, request: InternalRequest) -> None:

@@ -26,6 +26,7 @@ from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
 from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
@@ -51,7 +52,7 @@ from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.running_usage import UsageLedger
-from stoker.gateway.records.tracing import Tracing
+from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
@@ -113,6 +114,7 @@ class GatewayParts:
     proxy: Proxy
     keys: ApiKeys
     admission: Admission
+    flex: FlexGate
     key_makers: ConversationKeySource
     meter: UsageLedger
     request_log: UsageRecorder
@@ -205,6 +207,7 @@ class Gateway:
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = request.caller  # FrontGate has authenticated it
+        await parts.admission.prepare(caller)
         admitted = parts.admission.claim(caller)
         keeps_charge = False
         try:
@@ -219,22 +222,31 @@ class Gateway:
             parts.metrics.keys_s.observe(parts.clock() - began_s)
             session = session_of(request.head.by_name, envelope, caller.tenant)
             exchange.session = session.session
+            if caller.budgets.limits_sessions:
+                await parts.admission.charge_session(admitted, session.session)
             query = _query(model, envelope, session, conversation)
             arrived_s, trace = exchange.arrived_s, exchange.trace
             seed, tenant = random.getrandbits(53), caller.tenant
             call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, tenant)
             exchange.call = call
             entering = trace.begin("admission")
-            await parts.admission.enter(
-                admitted,
-                self._uncached_tokens(query),
-                lane=model,
-                reject_if_busy=_rejects_if_busy(request, envelope),
-                priority=envelope.priority if isinstance(envelope.priority, int) else None,
-            )
-            entering.end()
-            self._begin_usage(exchange, call, admitted)
-            await parts.proxy.run(call)
+            if envelope.is_flex:
+                await self._run_flex(exchange, call, admitted, entering)
+                return
+            lane = parts.flex.interactive_began(model)
+            try:
+                await parts.admission.enter(
+                    admitted,
+                    self._uncached_tokens(query),
+                    lane=model,
+                    reject_if_busy=_rejects_if_busy(request, envelope),
+                    priority=envelope.priority if isinstance(envelope.priority, int) else None,
+                )
+                entering.end()
+                self._begin_usage(exchange, call, admitted)
+                await parts.proxy.run(call)
+            finally:
+                parts.flex.interactive_ended(lane)
         except Exception as error:
             if exchange.call is not None and not request.started:
                 exchange.call.running.update(0, 0, 0)  # the client got nothing, so nothing is billed
@@ -245,9 +257,23 @@ class Gateway:
             try:
                 usage = None if exchange.call is None else self._settled_usage(exchange.call)
                 if usage is not None and not keeps_charge:
-                    admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
+                    uncached = usage.prompt_tokens - usage.cached_tokens
+                    admitted.done(uncached, usage.completion_tokens, usage.cached_tokens)
             finally:
                 admitted.done()
+
+    async def _run_flex(self, exchange: Exchange, call: Call, admitted: AdmittedRequest, entering: TraceSpan) -> None:
+        """Run a request that uses only idle capacity, at the lowest priority of its key."""
+        parts, priority = self._parts, admitted.caller.lowest_priority
+        call.put["priority"] = b"%d" % priority
+        slot = await parts.flex.enter(exchange.model, exchange.request.on_preempt)
+        try:
+            entering.end()
+            parts.admission.enter_beside(admitted, self._uncached_tokens(call.query), lane=exchange.model)
+            self._begin_usage(exchange, call, admitted)
+            await parts.proxy.run(call)
+        finally:
+            slot.end()
 
     def _begin_usage(self, exchange: Exchange, call: Call, admitted: AdmittedRequest) -> None:
         """Write the ledger's row of an admitted request ahead."""
@@ -256,7 +282,7 @@ class Gateway:
             exchange.queued_s = admitted.waited_s
             call.query.matches = None  # outdated: other requests were routed in the meantime
         call.on_first_byte = admitted.first_token
-        if admitted.caller.limiter.limits_tokens:
+        if admitted.tracks_output:
             admitted.output_tokens = partial(self._output_tokens, call, self._parts.clock())
 
     def _output_tokens(self, call: Call, admitted_s: float) -> int:

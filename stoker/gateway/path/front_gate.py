@@ -17,6 +17,7 @@ from stoker.gateway.admission.admission import rate_limited
 from stoker.gateway.admission.api_keys import ApiKeys, Caller, Unauthorized
 from stoker.gateway.admission.rate_limits import Refusal
 from stoker.gateway.http import PUBLIC, BodyGrant, HeadRefusal, RequestHead
+from stoker.gateway.objects.tenant_objects import UPLOAD_PATHS
 from stoker.gateway.path.call import RequestIds, given_request_id
 from stoker.gateway.path.cors import cors_pairs
 from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
@@ -27,7 +28,8 @@ from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.proto.cors import NO_CORS, CorsRules
 
 _ENDPOINTS = {path: kind.value for kind, path in PATHS.items()}
-_KEYED = frozenset({*_ENDPOINTS, *TOKENIZE_PATHS, *EMBEDDINGS_PATHS})  # the paths that take large bodies
+# the paths that take large bodies
+_KEYED = frozenset({*_ENDPOINTS, *TOKENIZE_PATHS, *EMBEDDINGS_PATHS, *UPLOAD_PATHS})
 
 log = EventLog("gateway")
 

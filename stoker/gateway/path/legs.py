@@ -37,6 +37,7 @@ from stoker.gateway.records.tracing import TraceSpan
 from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ROUTE_HEADER
 from stoker.proto.openai.not_honoured import IGNORED_HEADER
 from stoker.proto.resume_notes import BadNotes, NotesTooLarge
+from stoker.proto.work import WORK_HEADER, work_header
 from stoker.routing.query import Leg, Route
 
 PATHS = {
@@ -182,6 +183,12 @@ class Legs:
         if leg is self.decode:
             self._lease = None  # decode answers after it has pulled the KV and released the lease
         return answer
+
+    def work_header(self, leg: Leg) -> bytes:
+        """Return the header that tells a Stoker worker what it will tell the other gateways."""
+        work = leg.reservation
+        value = work_header(self._services.gateway, work.prefill_tokens, work.output_tokens)
+        return b"%s: %s\r\n" % (WORK_HEADER.encode(), value.encode())
 
     async def send_shielded(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
         """Like `send`, but deliver the request even if the client disconnects in the meantime.

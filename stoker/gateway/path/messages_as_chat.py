@@ -86,7 +86,7 @@ def _message(message: Message) -> dict[str, Any]:
         found["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _text(call)}}
+            {"id": call.id, "type": "function", "function": {"name": call.called.name, "arguments": _text(call)}}
             for call in message.tool_calls
         ]
         return found | {"content": message.content or None, "tool_calls": calls}
@@ -95,7 +95,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _text(call: Any) -> str:
     """Return the arguments of a past call as text, as OpenAI's API has them."""
-    arguments = call.function.arguments
+    arguments = call.called.arguments
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
 
 

@@ -45,6 +45,7 @@ class ProxyServices:
     clock: Callable[[], float]
     doctor: CacheDoctor
     hints: HandoffHints = field(default_factory=HandoffHints)
+    gateway: str = "gateway"  # this gateway's name among those that use the same workers
     # Read for every request, so they are computed once.
     max_event_bytes: int = field(init=False)
     max_answer_bytes: int = field(init=False)

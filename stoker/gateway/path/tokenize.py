@@ -72,6 +72,7 @@ class TokenizeEndpoint:
         caller = self._keys.authenticate(request)
         if request.method != b"POST":
             return method_not_allowed(request.path, request.method, [b"POST"])
+        await self._admission.prepare(caller)
         claim = self._admission.claim(caller)
         tenant = caller.tenant
         try:

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,11 +31,12 @@ import msgspec
 
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
+from stoker.gateway.admission.prices import Price, PriceList
 from stoker.gateway.config import MeterSettings
-from stoker.gateway.records.prices import Price, PriceList
 from stoker.gateway.records.running_usage import RunningUsage, SlotUsage
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, recovered_row, tail_bytes
 from stoker.gateway.records.usage_tables import TABLES, insert_usage, price_id
+from stoker.gateway.store.limit_tables import LIMIT_TABLES, add_spent
 from stoker.gateway.store.slot_file import FoundSlot, SlotFile, SlotFileInUse
 from stoker.gateway.store.store import Store, StoreRefused, StoreUnavailable, Transaction
 
@@ -53,6 +54,7 @@ class NoMeter:
 
     pending = 0
     written = 0
+    identity = ""
 
     def refusal(self) -> Overloaded | None:
         return None
@@ -70,9 +72,20 @@ class NoMeter:
 class Meter:
     """Writes usage rows to the ledger in the background."""
 
-    def __init__(self, store: Store, slots_path: Path, settings: MeterSettings, prices: PriceList) -> None:
-        """Begin to write to the store. `slots_path` itself and with `-1`, `-2`, … are this machine's write-ahead files."""
+    def __init__(
+        self,
+        store: Store,
+        slots_path: Path,
+        settings: MeterSettings,
+        prices: PriceList,
+        budgets_of: Callable[[UsageRow], Sequence[str]] = lambda row: (),
+    ) -> None:
+        """Begin to write to the store. `slots_path` itself and with `-1`, `-2`, … are this machine's write-ahead files.
+
+        `budgets_of` returns the names of the budgets that a request is counted in. It is called on the writer's thread.
+        """
         self._store = store
+        self._budgets_of = budgets_of
         self._settings = settings
         self._prices = prices
         self._wake = threading.Event()
@@ -83,6 +96,7 @@ class Meter:
         self._left_files: list[SlotFile] = []
         try:
             store.declare(TABLES)
+            store.declare(LIMIT_TABLES)
             self._left_files = _left_slots(slots_path, self._slots)
         except (ConfigError, StoreUnavailable) as error:
             self._slots.close()
@@ -107,6 +121,11 @@ class Meter:
         self._rows.append((self._slots, running.index, row))
         if len(self._rows) == self._settings.flush_rows:
             self._wake.set()
+
+    @property
+    def identity(self) -> str:
+        """A name of this process among all that use the store. A process that replaces a killed one has the same."""
+        return self._slots.identity
 
     @property
     def pending(self) -> int:
@@ -184,7 +203,13 @@ class Meter:
 
     def _commit(self, batch: Sequence[_SettledRow], price_ids: dict[Price, int]) -> None:
         with self._store.transaction() as changes:
-            insert_usage(changes, [(row, self._price_id(changes, row.model, price_ids)) for _, _, row in batch])
+            new = insert_usage(changes, [(row, self._price_id(changes, row.model, price_ids)) for _, _, row in batch])
+            spent: Counter[str] = Counter()
+            for row in new:
+                for name in self._budgets_of(row):
+                    price = self._prices.price(row.model)
+                    spent[name] += price.units(row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+            add_spent(changes, spent, time.time())
 
     def _price_id(self, changes: Transaction, model: str, known: dict[Price, int]) -> int:
         price = self._prices.price(model)

@@ -5,7 +5,7 @@ The metrics name workers, models and traffic, which one tenant must not learn ab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.endpoint import EndpointRequest
@@ -19,15 +19,15 @@ _NO_TOKEN = (
 
 
 class MetricsEndpoint:
-    """Handles /metrics. `is_open` is True if no API keys are configured: then no token is needed."""
+    """Handles /metrics. `is_open()` is True while there are no API keys: then no token is needed."""
 
-    def __init__(self, metrics: GatewayMetrics, tokens: Sequence[AdminToken], *, is_open: bool) -> None:
+    def __init__(self, metrics: GatewayMetrics, tokens: Sequence[AdminToken], *, is_open: Callable[[], bool]) -> None:
         self._metrics = metrics
         self._tokens = tokens
         self._is_open = is_open
 
     async def answer(self, request: EndpointRequest) -> Reply:
-        if not self._is_open and not any(token.allows(request) for token in self._tokens):
+        if not self._is_open() and not any(token.allows(request) for token in self._tokens):
             reply = error_reply(401, _NO_TOKEN, code="invalid_metrics_token")
             return Reply(reply.status, [*reply.headers, (b"www-authenticate", b"Bearer")], reply.body)
         return text_reply(self._metrics.render(), CONTENT_TYPE)

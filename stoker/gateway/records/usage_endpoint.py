@@ -24,9 +24,9 @@ import msgspec
 
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
+from stoker.gateway.admission.prices import Price, in_currency
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, json_reply, text_reply
-from stoker.gateway.records.prices import Price, in_currency
 from stoker.gateway.records.usage_tables import DAY_S, HOUR_S
 from stoker.gateway.store.store import Store, StoreTimeout
 

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from stoker.gateway.records.prices import Price
+from stoker.gateway.admission.prices import Price
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.gateway.store.store import Tables, Transaction
 
@@ -59,7 +59,7 @@ TABLES = Tables(
             ) WITHOUT ROWID""",
             f"INSERT INTO usage_sums SELECT {HOUR_S}, hour_s, {_SUMS_OF_ROWS} hour_s, {_SUM_KEY}",
             f"INSERT INTO usage_sums SELECT {DAY_S}, hour_s - hour_s % {DAY_S} AS day_s, {_SUMS_OF_ROWS} day_s, {_SUM_KEY}",
-            "CREATE INDEX usage_by_session ON usage (tenant, session, time_s)",
+            "CREATE INDEX usage_by_session ON usage (session, time_s)",
         ),
         ("ALTER TABLE usage ADD COLUMN misses TEXT NOT NULL DEFAULT ''",),
     ),
@@ -82,9 +82,10 @@ def price_id(changes: Transaction, price: Price) -> int:
     return int(next(iter(changes.execute(query, values)))[0])
 
 
-def insert_usage(changes: Transaction, rows: Sequence[tuple[UsageRow, int]]) -> None:
-    """Insert rows with the ids of their prices. Rows that are there already change nothing."""
+def insert_usage(changes: Transaction, rows: Sequence[tuple[UsageRow, int]]) -> list[UsageRow]:
+    """Insert rows with the ids of their prices and return those that are new. The others change nothing."""
     new: set[str] = set()
+    inserted: list[UsageRow] = []
     values = [_values(row, price) for row, price in rows]
     for many in _groups(values):
         new.update(name for (name,) in changes.execute(_insertion(len(many)), list(chain.from_iterable(many))))
@@ -92,6 +93,7 @@ def insert_usage(changes: Transaction, rows: Sequence[tuple[UsageRow, int]]) -> 
     for row, price in rows:
         if row.request_id in new:
             new.discard(row.request_id)  # it may be in the batch twice
+            inserted.append(row)
             hour_s = _hour_s(row)
             for span_s, start_s in ((DAY_S, hour_s - hour_s % DAY_S), (HOUR_S, hour_s)):
                 key = (span_s, start_s, row.tenant, row.key_id, row.model[:_MAX_TEXT], row.endpoint, row.status, price)
@@ -101,6 +103,7 @@ def insert_usage(changes: Transaction, rows: Sequence[tuple[UsageRow, int]]) -> 
     # In one order, so that gateways which write at the same time cannot wait for each other in a circle.
     for several in _groups([(*key, *sums[key]) for key in sorted(sums)]):
         changes.execute(_addition(len(several)), list(chain.from_iterable(several)))
+    return inserted
 
 
 def _groups(rows: Sequence[tuple[Any, ...]]) -> Iterable[Sequence[tuple[Any, ...]]]:

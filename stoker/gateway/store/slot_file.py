@@ -38,6 +38,7 @@ NUM_CELLS = 4
 _FREE, _OPEN, _CLOSED = 0, 1, 2
 _MAGIC = b"stoker slots 1\0\0"
 _HEADER_BYTES = 4096
+_IDENTITY_AT, _IDENTITY_BYTES = 64, 16
 _MODE = 0o600
 
 _WORDS_PER_SLOT = SLOT_BYTES // 8
@@ -95,6 +96,10 @@ class SlotFile:
             os.close(self._file)
             raise
         self._map[: len(_MAGIC)] = _MAGIC
+        if not any(self._map[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES]):
+            self._map[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES] = os.urandom(_IDENTITY_BYTES)
+        # A name of the file that no other file has. A process that is started again after a kill has its predecessor's.
+        self.identity = self._map[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES].hex()
         self._words = memoryview(self._map)[_HEADER_BYTES:].cast("Q")
         self._num_slots = num_slots
         self._left_over = [index for index in range(num_slots) if self._words[index * _WORDS_PER_SLOT] != _FREE]

@@ -65,7 +65,8 @@ class StoreThreads:
         future = asyncio.get_running_loop().run_in_executor(threads, run)
         future.add_done_callback(self._ended)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), timeout_s)
+            async with asyncio.timeout(timeout_s):  # not `wait_for`, which loses a cancellation in Python 3.11
+                return await asyncio.shield(future)
         except TimeoutError:
             raise StoreUnavailable(f"store={self.store.name}: no answer within {timeout_s:g} s") from None
 

@@ -35,6 +35,7 @@ from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
 from stoker.gateway.watch import scrape
 from stoker.gateway.watch.kv_events import BadEventsAddress, KvFollower, LoadListener
 from stoker.gateway.watch.load_probe import LoadProbe, LoadUnavailable
+from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.event_keys import event_security
@@ -76,6 +77,7 @@ class WatchContext:
     clock: Callable[[], float]
     signers: WorkerSigners
     on_lost: Callable[[WorkerId], None]
+    other_work: OtherWork
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
     stores: WeakValueDictionary[str, StoreBlocks] = field(default_factory=WeakValueDictionary)
@@ -104,6 +106,7 @@ class Watcher:
         self._models: tuple[str, ...] = spec.models
         self._learned_s = float("-inf")
         self._info: WorkerInfo | None = None
+        self._reporter: WorkerId | None = None  # the worker's own id, from the last load report
         self._process_id: WorkerId | None = None  # the worker's own id, from the last description
         self._follower: KvFollower | LoadListener | None = None
         self._following: tuple[object, ...] = ()
@@ -334,7 +337,12 @@ class Watcher:
             prefill_tokens_per_s=report.prefill_tokens_per_s,
             step_s=report.step_s,
         )
-        self._context.fleet.saw_report(self.spec.worker_id, load, self._context.clock())
+        now = self._context.clock()
+        self._context.fleet.saw_report(self.spec.worker_id, load, now)
+        if self._reporter not in (None, report.worker_id):
+            self._context.other_work.forget(self.spec.worker_id, now)  # the requests of the process before
+        self._reporter = report.worker_id
+        self._context.other_work.saw(self.spec.worker_id, report.changes, report.open_work, now)
         # A new process gets no requests before its models are known: the worker may have been given another one.
         is_known = self._process_id in (None, report.worker_id)
         self._report_state(True, is_known and report.ready and not report.draining and self._is_proven)

@@ -10,9 +10,11 @@ import zmq
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
+from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.watcher import WatchContext, Watcher, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.messages import WorkerInfo
@@ -35,6 +37,7 @@ class Watchers:
         api_keys: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_lost: Callable[[WorkerId], None] = lambda worker_id: None,
+        other_work: OtherWork | None = None,
     ) -> None:
         self._context = WatchContext(
             fleet=fleet,
@@ -44,6 +47,7 @@ class Watchers:
             clock=clock,
             signers=signers or WorkerSigners(),
             on_lost=on_lost,
+            other_work=other_work or OtherWork(LoadBook(), ""),
             zmq_context=zmq.Context(),
         )
         self._api_keys = api_keys or {}
@@ -75,6 +79,7 @@ class Watchers:
         if watcher is not None:
             watcher.end()
             self._context.signers.forget(watcher.spec.url)
+            self._context.other_work.forget(worker_id, self._context.clock())
         self._context.indexes.forget(worker_id)
         return watcher
 

@@ -1,9 +1,11 @@
 """FreeBlocks: blocks that no sequence holds, in the order in which they are reused.
 
-Blocks without a name are reused first. Named blocks follow in the order of their last use, but a block that the prefix
-of a later request has matched counts as used 20 seconds later than it was: it is matched again about twice as often as
-a new block. The bonus is a fixed time and not a factor, so it matters less the longer ago the last use was. With small
-caches, recorded agent sessions get a fifth more cache hits from it, and chats slightly more (bench/RESULTS.md).
+Blocks without a name are reused first, then those that a running sequence has passed: it goes on without them, and a
+later request most often continues at the end of an earlier one. Other named blocks follow in the order of their last
+use, but a block that the prefix of a later request has matched counts as used 20 seconds later than it was: it is
+matched again about twice as often as a new block. The bonus is a fixed time and not a factor, so it matters less the
+longer ago the last use was. With small caches, recorded agent sessions get a fifth more cache hits from it, and chats
+slightly more (bench/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -21,18 +23,23 @@ class FreeBlocks:
 
     def __init__(self, blocks: Iterable[BlockId]) -> None:
         self._unnamed: dict[BlockId, None] = dict.fromkeys(blocks)
+        self._passed: dict[BlockId, None] = {}  # the first was passed longest ago
         # When each block was last used or counts as used. Both dictionaries are sorted by that time.
         self._used_once: OrderedDict[BlockId, float] = OrderedDict()
         self._matched: OrderedDict[BlockId, float] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._unnamed) + len(self._used_once) + len(self._matched)
+        return len(self._unnamed) + len(self._passed) + len(self._used_once) + len(self._matched)
 
     def __contains__(self, block: BlockId) -> bool:
-        return block in self._unnamed or block in self._used_once or block in self._matched
+        return any(block in part for part in (self._unnamed, self._passed, self._used_once, self._matched))
 
     def add_unnamed(self, block: BlockId) -> None:
         self._unnamed[block] = None
+
+    def add_passed(self, block: BlockId) -> None:
+        """Add a named block that the sequence that held it no longer needs, while it runs on."""
+        self._passed[block] = None
 
     def add_named(self, block: BlockId, now_s: float, *, was_matched: bool) -> None:
         """Add a named block. `was_matched`: the prefix of a later request has matched it."""
@@ -42,7 +49,7 @@ class FreeBlocks:
             self._used_once[block] = now_s
 
     def remove(self, block: BlockId) -> None:
-        for part in (self._matched, self._used_once, self._unnamed):
+        for part in (self._matched, self._used_once, self._unnamed, self._passed):
             if block in part:
                 del part[block]
                 return
@@ -52,6 +59,10 @@ class FreeBlocks:
         """Remove and return the block to reuse next."""
         if self._unnamed:
             return self._unnamed.popitem()[0]
+        if self._passed:
+            block = next(iter(self._passed))
+            del self._passed[block]
+            return block
         once, matched = (next(iter(part.items()), None) for part in (self._used_once, self._matched))
         is_once = matched is None or (once is not None and once[1] <= matched[1])
         return (self._used_once if is_once else self._matched).popitem(last=False)[0]

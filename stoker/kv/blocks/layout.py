@@ -1,14 +1,17 @@
 """KvLayout: what the bytes of a block mean, and which bytes of a block two ranks share.
 
-A model family declares groups of layers whose KV has one shape. A block has one contiguous run of bytes per group, in
-their order. This module counts bytes and computes shapes, without torch. kv/device/device_kv.py makes the tensors.
+A model family declares groups of layers whose KV has one shape. Groups that keep the same tokens are a set: they share
+blocks. A block has one contiguous run of bytes per group of its set, in their order. This module counts bytes and
+computes shapes, without torch. kv/device/device_kv.py makes the tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, lcm
+
+from stoker.kv.blocks.reach import EVERYTHING, KvReach
 
 # Bytes of the scale that each token and head has, by dtype. Other dtypes have no scales.
 _SCALE_BYTES = {"float8_e4m3fn": 2, "int8": 2}
@@ -43,6 +46,11 @@ class KvGroup:
         """Segments of one layer. Each is `[heads][block_tokens][width]`."""
         return _SEGMENTS[self.kind]
 
+    @property
+    def reach(self) -> KvReach:
+        """Which tokens the layers need."""
+        return KvReach(self.kind, self.extent) if self.extent else EVERYTHING
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
@@ -66,9 +74,21 @@ class GroupLayout:
         return self.num_pages * self.page_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class KvSet:
+    """Groups that keep the same tokens of a sequence, and so share blocks. Each set has block memory, a block pool and
+    block tables of its own."""
+
+    reach: KvReach
+    groups: tuple[int, ...]  # their places in the model's groups
+    layout: KvLayout  # of the set's blocks
+
+
 @dataclass(frozen=True)  # no slots: they would exclude cached properties
 class KvLayout:
-    """The layout of a block.
+    """The layout of a model's KV, or of the blocks of one set.
+
+    With several sets, only the layouts of the sets describe blocks.
 
     A block is contiguous, so that it can be offloaded in one copy. Heads come before tokens, so that ranks of another
     tensor-parallel size can take their heads. A rank holds `held_heads` of the layout's `model_heads`, starting at
@@ -94,6 +114,22 @@ class KvLayout:
     ) -> KvLayout:
         """Return the layout of a model whose layers are all alike."""
         return cls((KvGroup(num_layers, num_heads, width),), block_tokens, dtype, dtype_bytes)
+
+    @cached_property
+    def sets(self) -> tuple[KvSet, ...]:
+        """The sets of the groups: those that keep all tokens are the first, then each kind and extent."""
+        reaches = sorted({group.reach: None for group in self.groups}, key=lambda reach: reach.is_bounded)
+        if len(reaches) == 1:
+            return (KvSet(reaches[0], tuple(range(len(self.groups))), self),)
+        return tuple(self._set(reach) for reach in reaches)
+
+    def _set(self, reach: KvReach) -> KvSet:
+        members = tuple(i for i, group in enumerate(self.groups) if group.reach == reach)
+        groups = tuple(self.groups[i] for i in members)
+        scale = min(group.num_heads for group in groups) // self.model_heads
+        held = None if self.held_heads is None else self.held_heads * scale
+        first = self.first_head * scale
+        return KvSet(reach, members, replace(self, groups=groups, first_head=first, held_heads=held))
 
     @property
     def model_heads(self) -> int:

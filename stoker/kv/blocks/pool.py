@@ -12,6 +12,7 @@ from typing import Protocol
 
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.free_blocks import FreeBlocks
+from stoker.kv.blocks.reach import EVERYTHING, KvReach
 
 # At most this many children of a parent are compared. A system prompt that precedes every chat has thousands of
 # children.
@@ -43,13 +44,15 @@ class NoObserver:
 
 
 class BlockPool:
-    """The reference counts, keys and reuse order of the device's blocks.
+    """The reference counts, keys and reuse order of the blocks of one KV set.
 
-    The pool has no clock. `now_s` is the time of the current step, and the scheduler sets it.
+    The pool has no clock. `now_s` is the time of the current step, and the scheduler sets it. `reach` says which blocks
+    a sequence needs.
     """
 
-    def __init__(self, num_blocks: int, observer: PoolObserver | None = None) -> None:
+    def __init__(self, num_blocks: int, observer: PoolObserver | None = None, reach: KvReach = EVERYTHING) -> None:
         self.num_blocks = num_blocks
+        self.reach = reach
         self.now_s = 0.0
         self._observer = observer or NoObserver()
         self._refs = [0] * num_blocks
@@ -73,6 +76,10 @@ class BlockPool:
         """Return True if a block can be found by this key."""
         return key in self._by_key
 
+    def find(self, key: BlockKey) -> BlockId | None:
+        """Return the block that has this key."""
+        return self._by_key.get(key)
+
     def match(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """Return the blocks of the leading keys that are in the pool."""
         found: list[BlockId] = []
@@ -83,10 +90,10 @@ class BlockPool:
             found.append(block)
         return found
 
-    def match_partial(self, parent: BlockKey, token_ids: Sequence[int]) -> tuple[BlockId, int] | None:
-        """Among the blocks that follow `parent`, return the one that shares the longest prefix with `token_ids`, and
-        the length of that prefix."""
-        best: tuple[BlockId, int] | None = None
+    def match_partial(self, parent: BlockKey, token_ids: Sequence[int]) -> tuple[BlockKey, int] | None:
+        """Among the blocks that follow `parent`, find the one that shares the longest prefix with `token_ids`. Return its
+        key and the length of that prefix."""
+        best: tuple[BlockKey, int] | None = None
         children = self._children.get(parent, {})
         for _, block in zip(range(_PARTIAL_SEARCH), reversed(children), strict=False):
             name = self._names[block]
@@ -97,7 +104,7 @@ class BlockPool:
                     break
                 count += 1
             if count > (best[1] if best else 0):
-                best = (block, count)
+                best = (name.key, count)
         return best
 
     def children(self, parent: BlockKey) -> Iterator[tuple[BlockKey, tuple[int, ...]]]:
@@ -164,6 +171,19 @@ class BlockPool:
                     self._free.add_unnamed(block)
                 else:
                     self._free.add_named(block, self.now_s, was_matched=self._was_matched[block])
+
+    def release_passed(self, blocks: Sequence[BlockId]) -> None:
+        """Drop one reference of blocks that a running sequence no longer needs. They are reused before the others,
+        except those that a later request has matched."""
+        for block in blocks:
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._names[block] is None:
+                    self._free.add_unnamed(block)
+                elif self._was_matched[block]:
+                    self._free.add_named(block, self.now_s, was_matched=True)
+                else:
+                    self._free.add_passed(block)
 
     def check(self) -> None:
         """Assert the invariants of the pool. Tests call it after each step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from stoker.base.errors import StokerError
 from stoker.base.ids import BlockId, BlockKey
@@ -52,10 +52,11 @@ class BlockName:
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlock:
-    """A newly named block that is kept in the pool until the store has copied its bytes."""
+    """A newly named block that is kept in the pool of its KV set until the store has copied its bytes."""
 
     name: BlockName
     block: BlockId
+    kv_set: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,24 @@ class KvTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalLoad:
+    """The blocks that a load fills in a KV set with a bounded reach: `keys[i]` goes into `blocks[i]`. `first` is the
+    place of the first of them in the ticket's lease."""
+
+    kv_set: int
+    first: int
+    keys: list[BlockKey]
+    blocks: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
 class KvLoad:
     """Blocks of a sequence to fill from a tier or another worker: `keys[i]`, block `first + i` of the sequence, goes
-    into `blocks[i]`.
+    into `blocks[i]` of the first KV set.
 
     The first `num_stored` blocks are worth reading from a tier. With a ticket, all of them can be pulled from its
-    worker. Only that worker has the last block if it is partly filled.
+    worker. Only that worker has the last block if it is partly filled. `local` are the blocks of the other sets that the
+    token after the load sees. Without all of these, a load brings nothing.
     """
 
     load_id: int
@@ -85,12 +98,15 @@ class KvLoad:
     blocks: list[BlockId]
     num_stored: int
     ticket: KvTicket | None
+    local: list[LocalLoad] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The first `num_loaded` blocks hold the KV of their keys. `num_pulled` of them came from the ticket's worker."""
+    """The first `num_loaded` blocks hold the KV of their keys. `num_pulled` of them came from the ticket's worker.
+    `local_loaded`: all blocks of the load's other KV sets arrived too."""
 
     load_id: int
     num_loaded: int
     num_pulled: int
+    local_loaded: bool = False

@@ -1,4 +1,7 @@
-"""DeviceKv: the tensors that hold the device's KV blocks, in the views that the kernels need."""
+"""DeviceKv: the tensors that hold the device's KV blocks, in the views that the kernels need.
+
+Each KV set has block memory of its own (SetKv): tiers and transports move the blocks of one set.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ class GroupKv:
     all_pages: Tensor  # [pages, values of a page], from the group's first page on
     kind: str  # see KvGroup
     extent: int
+    kv_set: int = 0  # whose block tables the group uses
 
     @cached_property
     def reach(self) -> Reach:
@@ -54,29 +58,16 @@ class GroupKv:
         return [LayerSlots.of(self.pages(layer), *sizes) for layer in range(self.num_layers)]
 
 
-class DeviceKv:
-    """The memory of all KV blocks of one device. `dtype` is the model's, by default that of the blocks.
+class SetKv:
+    """The memory of the blocks of one KV set on one device."""
 
-    `draft` is the group of a draft model. It has the same block numbers and memory of its own: it is not a part of the
-    blocks that tiers and other workers know.
-    """
-
-    def __init__(
-        self,
-        layout: KvLayout,
-        num_blocks: int,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        draft: KvGroup | None = None,
-    ) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        """`layout` is that of the set's blocks."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory_fd: int | None = None
         """The file behind blocks in RAM, which other processes of this machine can map. None on a GPU."""
-        kv_dtype = getattr(torch, layout.dtype)
-        stored = torch.uint8 if layout.scale_bytes else kv_dtype  # torch cannot index every 8-bit dtype
-        self.like = torch.empty(0, dtype=dtype or kv_dtype, device=device)
-        """An empty tensor with the dtype and the device of the model's activations."""
+        stored = _stored_dtype(layout)
         shape = (num_blocks, layout.block_bytes // stored.itemsize)
         if device.type == "cpu":
             self.memory_fd, raw = _shareable(num_blocks * layout.block_bytes)
@@ -85,12 +76,47 @@ class DeviceKv:
         else:
             self.blocks = torch.zeros(shape, dtype=stored, device=device)
         """[blocks, values of a block]"""
-        self.groups = tuple(_group_kv(self.blocks, place, layout, kv_dtype) for place in layout.places)
+
+    def host_blocks(self) -> NDArray[np.uint8] | None:
+        """Return blocks in RAM as [num_blocks, block_bytes] without a copy, or None on a GPU."""
+        if self.blocks.device.type != "cpu":
+            return None
+        return self.blocks.view(torch.uint8).numpy()
+
+
+class DeviceKv:
+    """The memory of all KV blocks of one device, set by set. `dtype` is the model's, by default that of the blocks.
+
+    `draft` is the group of a draft model. It has the block numbers of the first set and memory of its own: it is not a
+    part of the blocks that tiers and other workers know.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int | Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        draft: KvGroup | None = None,
+    ) -> None:
+        """`num_blocks` are those of each set, or one number for all of them."""
+        self.layout = layout
+        self.device = device
+        counts = [num_blocks] * len(layout.sets) if isinstance(num_blocks, int) else list(num_blocks)
+        self.sets = tuple(SetKv(one.layout, count, device) for one, count in zip(layout.sets, counts, strict=True))
+        kv_dtype = getattr(torch, layout.dtype)
+        self.like = torch.empty(0, dtype=dtype or kv_dtype, device=device)
+        """An empty tensor with the dtype and the device of the model's activations."""
+        groups: dict[int, GroupKv] = {}
+        for kv_set, (one, memory) in enumerate(zip(layout.sets, self.sets, strict=True)):
+            for number, place in zip(one.groups, one.layout.places, strict=True):
+                groups[number] = _group_kv(memory.blocks, place, one.layout, kv_dtype, kv_set)
+        self.groups = tuple(groups[number] for number in range(len(layout.groups)))
         self.draft: GroupKv | None = None
         self._draft_blocks: list[Tensor] = []  # the memory of the draft model's group, if there is one
         if draft is not None:
-            alone = _alone(draft, layout)
-            shape = (num_blocks, alone.block_bytes // stored.itemsize)
+            alone, stored = _alone(draft, layout), _stored_dtype(layout)
+            shape = (self.sets[0].num_blocks, alone.block_bytes // stored.itemsize)
             self._draft_blocks = [torch.zeros(shape, dtype=stored, device=device)]
             self.draft = _group_kv(self._draft_blocks[0], alone.places[0], alone, kv_dtype)
 
@@ -100,25 +126,25 @@ class DeviceKv:
         return self.groups if self.draft is None else (*self.groups, self.draft)
 
     @property
-    def draft_block_bytes(self) -> int:
-        """Bytes of the draft model's group per block."""
-        return sum(blocks[0].nbytes for blocks in self._draft_blocks)
+    def blocks(self) -> Tensor:
+        """The blocks of the first set, [blocks, values of a block]."""
+        return self.sets[0].blocks
 
-    def host_blocks(self) -> NDArray[np.uint8] | None:
-        """Return blocks in RAM as [num_blocks, block_bytes] without a copy, or None on a GPU."""
-        if self.blocks.device.type != "cpu":
-            return None
-        return self.blocks.view(torch.uint8).numpy()
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, those of the draft model's group included."""
+        return sum(blocks.nbytes for blocks in (*(one.blocks for one in self.sets), *self._draft_blocks))
 
-    def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        device = self.blocks.device
-        source, target = to_device(src, device), to_device(dst, device)
-        for blocks in (self.blocks, *self._draft_blocks):
+    def copy(self, src: Sequence[int], dst: Sequence[int], kv_set: int = 0) -> None:
+        source, target = to_device(src, self.device), to_device(dst, self.device)
+        for blocks in (self.sets[kv_set].blocks, *([] if kv_set else self._draft_blocks)):
             blocks.index_copy_(0, target, blocks[source])
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        torch._foreach_zero_([self.blocks[block] for block in blocks])
-        self.clear_draft(blocks)
+    def clear(self, blocks: Sequence[int], kv_set: int = 0) -> None:
+        memory = self.sets[kv_set].blocks
+        torch._foreach_zero_([memory[block] for block in blocks])
+        if not kv_set:
+            self.clear_draft(blocks)
 
     def clear_draft(self, blocks: Sequence[int]) -> None:
         """Clear the draft model's part of blocks that are loaded: a load brings the other groups only, and an earlier
@@ -137,7 +163,12 @@ def _alone(draft: KvGroup, layout: KvLayout) -> KvLayout:
     return KvLayout((draft,), layout.block_tokens, layout.dtype, layout.dtype_bytes)
 
 
-def _group_kv(blocks: Tensor, place: GroupLayout, layout: KvLayout, dtype: torch.dtype) -> GroupKv:
+def _stored_dtype(layout: KvLayout) -> torch.dtype:
+    """Return the dtype of the tensors that hold blocks. torch cannot index every 8-bit dtype."""
+    return torch.uint8 if layout.scale_bytes else getattr(torch, layout.dtype)
+
+
+def _group_kv(blocks: Tensor, place: GroupLayout, layout: KvLayout, dtype: torch.dtype, kv_set: int = 0) -> GroupKv:
     pages = blocks.view(-1)[place.offset // blocks.itemsize :].view(dtype)
     values = place.page_bytes // pages.itemsize
     return GroupKv(
@@ -150,6 +181,7 @@ def _group_kv(blocks: Tensor, place: GroupLayout, layout: KvLayout, dtype: torch
         all_pages=pages[: len(pages) // values * values].view(-1, values),
         kind=place.group.kind,
         extent=place.group.extent,
+        kv_set=kv_set,
     )
 
 

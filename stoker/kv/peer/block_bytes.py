@@ -19,7 +19,7 @@ from stoker.base.ids import BlockId
 from stoker.kernels.transfer import to_device
 from stoker.kv.blocks.layout import ByteRuns, HeadSlice
 from stoker.kv.device.checksum import HostBytes, checksum, tensor_checksums
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 
 _NUM_STAGED = 4  # pinned buffers of one block each
 _GATHER_BYTES = 1 << 28  # most bytes that are gathered on a GPU at one time
@@ -63,13 +63,13 @@ class BlockSink(Protocol):
         """Wait until everything that was placed is in the blocks."""
 
 
-def source_of(kv: DeviceKv) -> BlockSource:
+def source_of(kv: SetKv) -> BlockSource:
     """Return the source for a pool."""
     host = kv.host_blocks()
     return CudaSource(kv) if host is None else HostSource(host)
 
 
-def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> BlockSink:
+def sink_of(kv: SetKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> BlockSink:
     """Return a sink into these blocks of a pool."""
     host = kv.host_blocks()
     return (
@@ -115,7 +115,7 @@ class DevicePool:
         self._sizes = [runs.total_bytes for runs in part.runs]
 
     @classmethod
-    def of(cls, kv: DeviceKv, part: HeadSlice) -> DevicePool:
+    def of(cls, kv: SetKv, part: HeadSlice) -> DevicePool:
         return cls(kv.blocks.view(-1).view(torch.uint8), kv.layout.block_bytes, part)
 
     def read(self, block: BlockId, into: Tensor) -> None:
@@ -183,7 +183,7 @@ class HostSink:
 
 
 class CudaSource:
-    def __init__(self, kv: DeviceKv) -> None:
+    def __init__(self, kv: SetKv) -> None:
         self._kv = kv
 
     def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
@@ -217,7 +217,7 @@ class CudaSource:
 class CudaSink:
     is_direct = False
 
-    def __init__(self, kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> None:
+    def __init__(self, kv: SetKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> None:
         self.part = part
         self.into: Sequence[BlockId] = blocks
         self.stream = _stream(kv)
@@ -254,5 +254,5 @@ def _events() -> list[torch.cuda.Event]:
     return [torch.cuda.Event(blocking=True) for _ in range(_NUM_STAGED)]  # type: ignore[no-untyped-call]
 
 
-def _stream(kv: DeviceKv) -> torch.cuda.Stream:
+def _stream(kv: SetKv) -> torch.cuda.Stream:
     return torch.cuda.Stream(kv.blocks.device)  # type: ignore[no-untyped-call]

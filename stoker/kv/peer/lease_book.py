@@ -1,9 +1,9 @@
 """LeaseBook: which blocks of this engine are kept for which leases. The engine's thread writes it, and the KV server's
 threads read it.
 
-A lease says where the KV of one sequence is, how many of its leading blocks are final, and whether more will follow.
-The book never touches bytes. A preemption may move a lease to other blocks. Each placement has its own number
-(`generation`), and a reader checks afterwards that the placement did not change while it read.
+A lease says where the KV of one sequence is, how many of its leading blocks are final, and whether more will follow. It
+has a part for each KV set. The book never touches bytes. A preemption may move a lease to other blocks. Each placement
+has its own number (`generation`), and a reader checks afterwards that the placement did not change while it read.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True)
 class UncheckedBlocks:
-    """Ready blocks of a lease, from its block `first` on, that have no checksums yet."""
+    """Ready blocks of a lease in one KV set, from its block `first` on, that have no checksums yet."""
 
     lease_id: str
+    kv_set: int
     generation: int
     first: int
     blocks: list[BlockId]
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
+class _LeasePart:
+    """What a lease has in one KV set."""
+
     keys: list[BlockKey] = field(default_factory=list)
     blocks: list[BlockId] = field(default_factory=list)
     names: list[BlockName] = field(default_factory=list)
@@ -53,8 +56,17 @@ class _Lease:
     complete: bool = False
     generation: int = 0  # at least 1 once the lease has blocks
     checksums: list[int] = field(default_factory=list)  # of the leading blocks, in this generation
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    parts: dict[int, _LeasePart] = field(default_factory=dict)  # by KV set
     readers: int = 0
     closing: bool = False
+
+    def has(self, generation: int) -> bool:
+        """Return True if a part has this placement. Generations are unique in the book."""
+        return not self.closing and any(part.generation == generation for part in self.parts.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +86,10 @@ class LeaseBook:
         num_ready: int,
         complete: bool,
         names: Sequence[BlockName] = (),
+        kv_set: int = 0,
     ) -> None:
-        """Set the current state of a lease: it opens, more of it is ready, or a preemption has moved or shortened it.
+        """Set the current state of a lease in a KV set: it opens, more of it is ready, or a preemption has moved or
+        shortened it.
 
         `keys` and `blocks` cover all KV of the sequence, including a partly filled last block, whose key is the last.
         `num_ready`: leading blocks whose bytes are final, on the device too. `names`: of the leading full blocks, for
@@ -86,13 +100,14 @@ class LeaseBook:
             if lease is None:
                 self._closed.pop(lease_id, None)
                 lease = self._leases[lease_id] = _Lease()
-            held = lease.num_ready
-            was, now = (lease.keys[:held], lease.blocks[:held]), (list(keys[:held]), list(blocks[:held]))
-            if lease.generation == 0 or num_ready < held or was != now:
+            part = lease.parts.setdefault(kv_set, _LeasePart())
+            held = part.num_ready
+            was, now = (part.keys[:held], part.blocks[:held]), (list(keys[:held]), list(blocks[:held]))
+            if part.generation == 0 or num_ready < held or was != now:
                 self._generation += 1
-                lease.generation, lease.checksums = self._generation, []
-            lease.keys, lease.blocks, lease.names = list(keys), list(blocks), list(names)
-            lease.num_ready, lease.complete = num_ready, complete
+                part.generation, part.checksums = self._generation, []
+            part.keys, part.blocks, part.names = list(keys), list(blocks), list(names)
+            part.num_ready, part.complete = num_ready, complete
             self._changed.notify_all()
 
     def close(self, lease_id: str) -> bool:
@@ -121,9 +136,15 @@ class LeaseBook:
             return lease_id in self._leases
 
     def view(
-        self, lease_id: str, first: int, keys: Sequence[BlockKey] | None, limit: int, wait_s: float = 0.0
+        self,
+        lease_id: str,
+        first: int,
+        keys: Sequence[BlockKey] | None,
+        limit: int,
+        wait_s: float = 0.0,
+        kv_set: int = 0,
     ) -> LeaseView:
-        """Return up to `limit` ready blocks from `first` on.
+        """Return up to `limit` ready blocks of a KV set from `first` on.
 
         With `keys`, they must equal the lease's keys as far as those are final. Waits up to `wait_s` for the first of
         these blocks to be ready, and for the lease to open. Returns no blocks if the lease is complete or the time is
@@ -132,18 +153,18 @@ class LeaseBook:
         until = time.monotonic() + wait_s
         with self._changed:
             while True:
-                lease = self._lease(lease_id)
-                if lease is not None:
+                part = self._part(lease_id, kv_set)
+                if part is not None:
                     if keys is not None:
-                        final = len(lease.keys) if lease.complete else lease.num_ready
-                        _check_keys(lease_id, lease.keys[first : min(final, first + len(keys))], keys)
-                    if lease.num_ready > first or lease.complete:
-                        return _view(lease, first, limit if keys is None else min(limit, len(keys)))
+                        final = len(part.keys) if part.complete else part.num_ready
+                        _check_keys(lease_id, part.keys[first : min(final, first + len(keys))], keys)
+                    if part.num_ready > first or part.complete:
+                        return _view(part, first, limit if keys is None else min(limit, len(keys)))
                 left = until - time.monotonic()
                 if left <= 0:
-                    if lease is None:
+                    if part is None:
                         raise PeerUnavailable(f"no lease {lease_id!r}", code="kv_lease_unknown")
-                    return _view(lease, first, 0)
+                    return _view(part, first, 0)
                 self._changed.wait(left)
 
     def next_unchecked(self, limit: int, wait_s: float) -> UncheckedBlocks | None:
@@ -164,18 +185,15 @@ class LeaseBook:
         """Store checksums, unless the lease has ended or moved since, because the bytes may have been others."""
         with self._changed:
             lease = self._leases.get(unchecked.lease_id)
-            if (
-                lease is not None
-                and lease.generation == unchecked.generation
-                and len(lease.checksums) == unchecked.first
-            ):
-                lease.checksums += checksums
+            part = None if lease is None else lease.parts.get(unchecked.kv_set)
+            if part is not None and part.generation == unchecked.generation and len(part.checksums) == unchecked.first:
+                part.checksums += checksums
 
     def holds(self, lease_id: str, generation: int) -> bool:
         """Return True if the lease still has the placement of this generation."""
         with self._changed:
             lease = self._leases.get(lease_id)
-            return lease is not None and lease.generation == generation and not lease.closing
+            return lease is not None and lease.has(generation)
 
     @contextmanager
     def reading(self, lease_id: str, generation: int) -> Iterator[bool]:
@@ -183,7 +201,7 @@ class LeaseBook:
         placement."""
         with self._changed:
             lease = self._leases.get(lease_id)
-            if lease is None or lease.generation != generation or lease.closing:
+            if lease is None or not lease.has(generation):
                 lease = None
             else:
                 lease.readers += 1
@@ -196,28 +214,29 @@ class LeaseBook:
 
     def _next_unchecked(self, limit: int) -> UncheckedBlocks | None:
         for lease_id, lease in self._leases.items():
-            first = len(lease.checksums)
-            if first < lease.num_ready and not lease.closing:
-                blocks = lease.blocks[first : min(lease.num_ready, first + limit)]
-                return UncheckedBlocks(lease_id, lease.generation, first, blocks)
+            for kv_set, part in lease.parts.items():
+                first = len(part.checksums)
+                if first < part.num_ready and not lease.closing:
+                    blocks = part.blocks[first : min(part.num_ready, first + limit)]
+                    return UncheckedBlocks(lease_id, kv_set, part.generation, first, blocks)
         return None
 
-    def _lease(self, lease_id: str) -> _Lease | None:
+    def _part(self, lease_id: str, kv_set: int) -> _LeasePart | None:
         lease = self._leases.get(lease_id)
         if lease_id in self._closed or (lease is not None and lease.closing):
             raise PeerUnavailable(f"lease {lease_id!r} is closed", code="kv_lease_closed")
-        return lease
+        return None if lease is None else lease.parts.get(kv_set)
 
 
-def _view(lease: _Lease, first: int, limit: int) -> LeaseView:
-    end = min(lease.num_ready, first + limit)
+def _view(part: _LeasePart, first: int, limit: int) -> LeaseView:
+    end = min(part.num_ready, first + limit)
     return LeaseView(
-        lease.generation,
-        lease.blocks[first:end],
-        lease.names[first:end],
-        lease.num_ready,
-        lease.complete,
-        lease.checksums[first:end],
+        part.generation,
+        part.blocks[first:end],
+        part.names[first:end],
+        part.num_ready,
+        part.complete,
+        part.checksums[first:end],
     )
 
 

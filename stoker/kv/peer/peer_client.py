@@ -57,11 +57,12 @@ class PeerClientStats:
 
 @dataclass(frozen=True, slots=True)
 class _RankShare:
-    """The heads that one peer provides."""
+    """The heads of a KV set that one peer provides, counted in the set's own layout."""
 
     peer: RemotePeer
     first_head: int
     end_head: int
+    kv_set: int
 
 
 def _no_wait(stream: torch.cuda.Stream) -> None:
@@ -104,9 +105,10 @@ class PeerClient:
         keys: Sequence[BlockKey],
         into: Sequence[BlockId],
         deadline_s: float,
+        kv_set: int = 0,
     ) -> list[bool]:
-        """Pull blocks `first_index` and following of the lease, which must have exactly these keys, into the blocks
-        `into` of our pool.
+        """Pull blocks `first_index` and following of the lease in a KV set, which must have exactly these keys, into the
+        blocks `into` of our pool.
 
         Blocks until done; called on a loader thread. Returns for each block whether its bytes are there with the right
         checksum. Waits until `deadline_s` (monotonic) for blocks that the peer is still computing. Raises
@@ -115,13 +117,14 @@ class PeerClient:
         started_s = time.monotonic()
         filled, failure = [True] * len(keys), None
         try:
-            shares = self._shares(ticket, deadline_s) if keys else []
+            shares = self._shares(ticket, deadline_s, kv_set) if keys else []
         except PeerUnavailable:
             self._count_pull(False, started_s)
             raise
         for share in shares:
-            part = head_slice(self._kv.layout, share.first_head, share.end_head)
-            pull = PullProgress(sink_of(self._kv, into, part, self._before_write), [False] * len(keys), deadline_s)
+            memory = self._kv.sets[kv_set]
+            part = head_slice(memory.layout, share.first_head, share.end_head)
+            pull = PullProgress(sink_of(memory, into, part, self._before_write), [False] * len(keys), deadline_s)
             failure = self._pull_share(share, ticket.lease_id, first_index, keys, pull) or failure
             filled = [before and now for before, now in zip(filled, pull.filled, strict=True)]
             self._count(sum(pull.filled), pull.num_corrupt, pull.sink.part.total_bytes)
@@ -136,15 +139,19 @@ class PeerClient:
         return filled
 
     def read_ahead(
-        self, ticket: KvTicket, into: Callable[[list[BlockName], list[HostBytes]], None], deadline_s: float
+        self,
+        ticket: KvTicket,
+        into: Callable[[list[BlockName], list[HostBytes]], None],
+        deadline_s: float,
+        kv_set: int = 0,
     ) -> int:
-        """Pull full blocks of the lease into new host memory as they become ready, and pass them to `into`, until the
+        """Pull full blocks of the lease in a KV set into new host memory as they become ready, and pass them to `into`, until the
         lease is complete. Returns how many there were. A ticket of several ranks is supported only if one of them has
         all our heads."""
-        shares = self._shares(ticket, deadline_s)
+        shares = self._shares(ticket, deadline_s, kv_set)
         if len(shares) > 1:
             raise PeerUnavailable(f"{len(shares)} ranks hold our heads; read-ahead supports only one")
-        layout, first, count = self._kv.layout, 0, 0
+        layout, first, count = self._kv.sets[kv_set].layout, 0, 0
         opens_by_s = time.monotonic() + _LEASE_OPEN_TIMEOUT_S
         part = head_slice(layout, layout.first_head, layout.end_head)
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
@@ -230,13 +237,20 @@ class PeerClient:
             wanted = None if keys is None else keys[pull.num_done : pull.num_done + limit]
             wait_s = min(_MAX_SERVER_WAIT_S, timeout_s)
             request = BlockRequest(
-                lease_id, first_index + pull.num_done, wanted, limit, wait_s, share.first_head, share.end_head
+                lease_id,
+                first_index + pull.num_done,
+                wanted,
+                limit,
+                wait_s,
+                share.first_head,
+                share.end_head,
+                share.kv_set,
             )
             was_kept = False
             try:
                 with peer.connection(timeout_s) as connection:
                     was_kept = connection.was_kept
-                    link = peer.link(connection, self._kv, pull.sink, self._before_write)
+                    link = peer.link(connection, self._kv, share.kv_set, pull.sink, self._before_write)
                     return link.take(connection, request, pull)
             except PeerLost as error:
                 if not was_kept or reason is not None:
@@ -248,21 +262,21 @@ class PeerClient:
                     raise
                 reason = refusal
 
-    def _shares(self, ticket: KvTicket, deadline_s: float) -> list[_RankShare]:
-        """Return which rank provides which heads, so that each of our heads is covered once."""
-        ours, peers, failure = self._kv.layout, [], None
+    def _shares(self, ticket: KvTicket, deadline_s: float, kv_set: int) -> list[_RankShare]:
+        """Return which rank provides which heads of a KV set, so that each of our heads is covered once."""
+        ours, peers, failure = self._kv.sets[kv_set].layout, [], None
         for address in ticket.address.split(","):
             peer = self._peer(address, ticket.engine_id)
             try:
                 peer.ensure_handshake(deadline_s - time.monotonic())
-                peers.append((_layout_of(peer, ours), peer))
+                peers.append((_layout_of(peer, self._kv.layout).sets[kv_set].layout, peer))
             except PeerUnavailable as error:
                 self._drop(peer)
                 failure = error
         shares, head = [], ours.first_head
         for layout, peer in sorted(peers, key=lambda entry: entry[0].first_head):
             if layout.first_head <= head < min(layout.end_head, ours.end_head):
-                shares.append(_RankShare(peer, head, min(layout.end_head, ours.end_head)))
+                shares.append(_RankShare(peer, head, min(layout.end_head, ours.end_head), kv_set))
                 head = shares[-1].end_head
         if head < ours.end_head:
             raise failure or PeerUnavailable(

@@ -22,10 +22,10 @@ from stoker.base.fleet_key import is_loopback
 from stoker.base.log import EventLog
 from stoker.kv.blocks.layout import head_slice
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import DeviceKv, SetKv
 from stoker.kv.peer.block_bytes import source_of
 from stoker.kv.peer.layout_wire import describe_layout
-from stoker.kv.peer.lease_book import LeaseBook
+from stoker.kv.peer.lease_book import LeaseBook, LeaseView
 from stoker.kv.peer.peer_wire import (
     VERSION,
     BadFrame,
@@ -88,7 +88,7 @@ class PeerServer:
         self._leases = leases
         self._settings = settings
         self._on_release = on_release
-        self._source = source_of(kv)
+        self._sources = [source_of(memory) for memory in kv.sets]
         self._transports = make_transports(settings)
         self._lock = threading.Lock()  # protects everything below
         self._stats = PeerServerStats()
@@ -128,12 +128,13 @@ class PeerServer:
 
     def _compute_checksums(self) -> None:
         """Checksum blocks as they become ready, so that a pull need not wait for it."""
-        layout = self._kv.layout
-        all_heads = head_slice(layout, layout.first_head, layout.end_head)
-        limit = max(1, _CHECKSUM_BYTES // layout.block_bytes)
+        layouts = [memory.layout for memory in self._kv.sets]
+        all_heads = [head_slice(layout, layout.first_head, layout.end_head) for layout in layouts]
+        limit = max(1, _CHECKSUM_BYTES // max(layout.block_bytes for layout in layouts))
         while not self._is_closed:
             if (found := self._leases.next_unchecked(limit, _CHECKSUM_WAIT_S)) is not None:
-                self._leases.set_checksums(found, self._source.checksums(found.blocks, all_heads))
+                source, part = self._sources[found.kv_set], all_heads[found.kv_set]
+                self._leases.set_checksums(found, source.checksums(found.blocks, part))
 
     def _accept(self) -> None:
         while True:
@@ -246,24 +247,28 @@ class PeerServer:
                 _refuse(connection, refusal)
 
     def _open(self, connection: PeerConnection, payload: bytes) -> None:
-        """Describe the pool for one transport."""
-        name = str(load_json(payload).get("transport"))
+        """Describe the pool of a KV set for one transport."""
+        request = load_json(payload)
+        name, kv_set = str(request.get("transport")), request.get("set", 0)
+        if type(kv_set) is not int:
+            raise BadFrame(f"OPEN of the KV set {kv_set!r}")
         if name not in self._transports:
             raise PeerUnavailable(f"transport {name!r} is not among {', '.join(self._transports)}")
-        connection.send_json(FrameKind.OPENED, self._transports[name].offer(self._kv))
+        connection.send_json(FrameKind.OPENED, self._transports[name].offer(self._set(kv_set)))
 
     def _locate(self, connection: PeerConnection, payload: bytes) -> None:
         """Reply where blocks are, with their checksums."""
         request = self._request(payload)
-        view = self._leases.view(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
+        view = self._view(request)
         checksums: list[int] = []
         if view.blocks:
             with self._leases.reading(request.lease_id, view.generation) as may_read:
                 if not may_read:
                     raise PeerUnavailable(f"lease {request.lease_id!r} has moved or ended", code="kv_lease_closed")
-                part = head_slice(self._kv.layout, request.first_head, request.end_head)
-                checksums = view.checksums if part.total_bytes == self._kv.layout.used_bytes else []
-                checksums = checksums + self._source.checksums(view.blocks[len(checksums) :], part)
+                layout = self._set(request.kv_set).layout
+                part = head_slice(layout, request.first_head, request.end_head)
+                checksums = view.checksums if part.total_bytes == layout.used_bytes else []
+                checksums = checksums + self._sources[request.kv_set].checksums(view.blocks[len(checksums) :], part)
         self._count(located_blocks=len(view.blocks))
         connection.send(FrameKind.LOCATED, BlockReply(view, checksums).pack())
 
@@ -272,9 +277,10 @@ class PeerServer:
         if "tcp" not in self._transports:
             raise PeerUnavailable(f"transport 'tcp' is not among {', '.join(self._transports)}")
         request = self._request(payload)
-        view = self._leases.view(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
+        view = self._view(request)
         connection.send(FrameKind.DATA, BlockReply(view, []).pack())
-        count = send_blocks(connection, self._source, self._leases, self._kv.layout, request, view)
+        source, layout = self._sources[request.kv_set], self._set(request.kv_set).layout
+        count = send_blocks(connection, source, self._leases, layout, request, view)
         self._count(sent_blocks=count)
 
     def _confirm(self, connection: PeerConnection, payload: bytes) -> None:
@@ -292,13 +298,23 @@ class PeerServer:
         connection.send(FrameKind.RELEASED, b"\x01" if is_known else b"\x00")
 
     def _request(self, payload: bytes) -> BlockRequest:
-        """Decode a request and check its heads."""
+        """Decode a request and check its KV set and its heads."""
         request = BlockRequest.unpack(payload)
-        layout = self._kv.layout
+        layout = self._set(request.kv_set).layout
         if not layout.first_head <= request.first_head < request.end_head <= layout.end_head:
             held = f"{layout.first_head} to {layout.end_head}"
             raise BadFrame(f"heads {request.first_head} to {request.end_head} requested from a rank that holds {held}")
         return replace(request, wait_s=min(request.wait_s, _MAX_WAIT_S))
+
+    def _set(self, number: int) -> SetKv:
+        """Return the memory of a KV set. Raises BadFrame."""
+        if not 0 <= number < len(self._kv.sets):
+            raise BadFrame(f"KV set {number} requested from a model that has {len(self._kv.sets)}")
+        return self._kv.sets[number]
+
+    def _view(self, request: BlockRequest) -> LeaseView:
+        where = (request.lease_id, request.first, request.keys, request.limit, request.wait_s, request.kv_set)
+        return self._leases.view(*where)
 
     def _count(self, **counts: int) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ _MAX_PAYLOAD = 16 << 20
 _MAX_HELLO = 1 << 13  # before the other side is authenticated
 _MARK = 0x4B56
 _HEADER = struct.Struct("<HBxI")
-_REQUEST = struct.Struct("<IIdHHB?HI")
+_REQUEST = struct.Struct("<IIdHHBBHI")
 _REPLY = struct.Struct("<QII?I")
 _NAME = struct.Struct("<BBHI")
 _CONFIRM = struct.Struct("<Q")
@@ -181,8 +181,8 @@ def proof(secret: str | None, side: bytes, nonces: bytes, content: bytes = b"") 
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """LOCATE and READ: these heads of a lease's blocks from `first` on. Without keys: all blocks that are ready, with
-    their names."""
+    """LOCATE and READ: these heads of a lease's blocks in a KV set, from `first` on. Without keys: all blocks that are
+    ready, with their names. Heads are counted in the set's own layout."""
 
     lease_id: str
     first: int
@@ -191,6 +191,7 @@ class BlockRequest:
     wait_s: float
     first_head: int
     end_head: int
+    kv_set: int = 0
 
     def pack(self) -> bytes:
         lease_id, keys = self.lease_id.encode(), self.keys or ()
@@ -199,14 +200,14 @@ class BlockRequest:
             raise ValueError("keys of different lengths")
         head = _REQUEST.pack(
             self.first, self.limit, self.wait_s, self.first_head, self.end_head,
-            key_bytes, self.keys is not None, len(lease_id), len(keys),
+            key_bytes, (self.kv_set << 1) | (self.keys is not None), len(lease_id), len(keys),
         )  # fmt: skip
         return head + lease_id + b"".join(keys)
 
     @staticmethod
     def unpack(payload: bytes) -> BlockRequest:
         try:
-            first, limit, wait_s, first_head, end_head, key_bytes, has_keys, id_bytes, num_keys = _REQUEST.unpack_from(
+            first, limit, wait_s, first_head, end_head, key_bytes, flags, id_bytes, num_keys = _REQUEST.unpack_from(
                 payload
             )
             start = _REQUEST.size + id_bytes
@@ -220,7 +221,8 @@ class BlockRequest:
             raise BadFrame(f"request with {num_keys} empty keys")
         ends = range(start + key_bytes, len(payload) + 1, key_bytes) if num_keys else ()
         keys = [BlockKey(payload[end - key_bytes : end]) for end in ends]
-        return BlockRequest(lease_id, first, keys if has_keys else None, limit, wait_s, first_head, end_head)
+        found = keys if flags & 1 else None  # a worker of an older release has one KV set, and sends 0 or 1
+        return BlockRequest(lease_id, first, found, limit, wait_s, first_head, end_head, flags >> 1)
 
 
 @dataclass(frozen=True, slots=True)

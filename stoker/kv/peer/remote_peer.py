@@ -18,7 +18,7 @@ from stoker.base.config import HandoffSettings
 from stoker.base.log import EventLog
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import DeviceKv, SetKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
 from stoker.kv.peer.layout_wire import read_layout
 from stoker.kv.peer.peer_wire import VERSION, BadFrame, FrameKind, PeerConnection, PeerLost, load_json, proof
@@ -49,7 +49,7 @@ class RemotePeer:
         self._idle: list[PeerConnection] = []
         self._is_closed = False
         self._opening = threading.Lock()  # held while the link is opened, so that two threads open it only once
-        self._link: Link | None = None
+        self._links: dict[int, Link] = {}  # by KV set
         self._welcome: dict[str, Any] = {}
 
     @property
@@ -74,13 +74,15 @@ class RemotePeer:
             with self.connection(timeout_s):
                 pass
 
-    def link(self, connection: PeerConnection, kv: DeviceKv, sink: BlockSink, before_write: BeforeWrite) -> Link:
-        """Return a link for this sink: the first of our transports that the peer offers too and that works. It is
-        opened once."""
+    def link(
+        self, connection: PeerConnection, kv: DeviceKv, kv_set: int, sink: BlockSink, before_write: BeforeWrite
+    ) -> Link:
+        """Return a link to the peer's blocks of a KV set, for this sink: the first of our transports that the peer
+        offers too and that works. It is opened once."""
         with self._opening:
-            if self._link is None:
-                self._link = self._open(connection, kv, before_write)
-            link = self._link
+            if kv_set not in self._links:
+                self._links[kv_set] = self._open(connection, kv.sets[kv_set], kv_set, before_write)
+            link = self._links[kv_set]
         if link.supports(sink):
             return link
         if "tcp" not in self._transports or "tcp" not in self._welcome["transports"]:
@@ -103,9 +105,9 @@ class RemotePeer:
         for connection in idle:
             connection.close()
         with self._opening:
-            if self._link is not None:
-                self._link.close()
-                self._link = None
+            for link in self._links.values():
+                link.close()
+            self._links = {}
 
     def _take_idle(self) -> PeerConnection | None:
         while True:
@@ -156,16 +158,19 @@ class RemotePeer:
         connection.send(FrameKind.PROVE, proof(secret, b"client", nonces, body) + body)
         self._welcome = load_json(connection.receive(FrameKind.WELCOME, hello=True)[1])
 
-    def _open(self, connection: PeerConnection, kv: DeviceKv, before_write: BeforeWrite) -> Link:
-        reasons = []
+    def _open(self, connection: PeerConnection, kv: SetKv, kv_set: int, before_write: BeforeWrite) -> Link:
+        reasons, sets = [], self.layout.sets
+        if kv_set >= len(sets):
+            raise BadFrame(f"a layout with {len(sets)} KV sets, and set {kv_set} is needed")
+        layout = sets[kv_set].layout
         for name, transport in self._transports.items():
             if name not in self._welcome.get("transports", ()):
                 reasons.append(f"{name}: not offered")
                 continue
             try:
-                connection.send_json(FrameKind.OPEN, {"transport": name})
+                connection.send_json(FrameKind.OPEN, {"transport": name} | ({"set": kv_set} if kv_set else {}))
                 offer = load_json(connection.receive(FrameKind.OPENED)[1])
-                link = transport.open(offer, self.layout, kv, before_write)
+                link = transport.open(offer, layout, kv, before_write)
             except (PeerLost, BadFrame):
                 raise
             except PeerUnavailable as refusal:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.base.ids import BlockId
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 
 HostBytes = NDArray[np.uint8]  # one block
 
@@ -53,7 +53,7 @@ class _CompletedMark:
 class HostBlockIo:
     """Blocks in RAM."""
 
-    def __init__(self, kv: DeviceKv) -> None:
+    def __init__(self, kv: SetKv) -> None:
         blocks = kv.host_blocks()
         assert blocks is not None, "the blocks are not in RAM"
         self._blocks = blocks
@@ -78,7 +78,7 @@ class CudaBlockIo:
     """Blocks on a GPU. Copies are asynchronous only from and to pinned memory. Other buffers make them slower, not
     wrong."""
 
-    def __init__(self, kv: DeviceKv) -> None:
+    def __init__(self, kv: SetKv) -> None:
         self._device = kv.blocks.device
         self._blocks = kv.blocks.view(kv.num_blocks, -1).view(torch.uint8)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -117,5 +117,5 @@ class _CudaMark:
         self._event.synchronize()
 
 
-def block_io(kv: DeviceKv) -> BlockIo:
+def block_io(kv: SetKv) -> BlockIo:
     return CudaBlockIo(kv) if kv.blocks.is_cuda else HostBlockIo(kv)

@@ -15,16 +15,14 @@ from itertools import islice
 from typing import ParamSpec
 
 from stoker.base import log as logs
-from stoker.base.ids import BlockId, BlockKey
+from stoker.base.ids import BlockKey
 from stoker.kv.blocks.keys import block_keys, root_key, salt_hash
+from stoker.kv.blocks.reach import visible_prefix
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock
-from stoker.kv.store.block_io import BlockIo, Mark
-from stoker.kv.store.bounded_reader import BoundedReader
-from stoker.kv.store.buffer_pool import BufferPool
-from stoker.kv.store.loader import Loader, Peers
-from stoker.kv.store.measured_tier import MeasuredTier, first_holders
-from stoker.kv.store.tier_prefetcher import TierPrefetcher
-from stoker.kv.store.write_behind import WriteBehind
+from stoker.kv.store.block_io import Mark
+from stoker.kv.store.loader import Peers
+from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.kv.store.set_store import SetParts, SetStore
 
 _LOADERS = 4
 # RAM for blocks on their way into the tiers, by whether the device is a GPU, and the limits of the number of buffers.
@@ -56,7 +54,6 @@ class StoreContext:
 
     fingerprint: str
     block_tokens: int
-    block_bytes: int
     on_gpu: bool
     prefill_tokens_per_s: Callable[[], float | None]
     wake: Callable[[], None]
@@ -66,24 +63,31 @@ class KvStore:
     """The tiers and the peer client, as the engine sees them. The tiers append the blocks that they lost to `events`,
     and the store appends the blocks that they took, in the order in which it happened."""
 
-    def __init__(
-        self, tiers: Sequence[MeasuredTier], peers: Peers, io: BlockIo, context: StoreContext, events: deque[TierEvent]
-    ) -> None:
-        self.tiers = list(tiers)
+    def __init__(self, sets: Sequence[SetParts], peers: Peers, context: StoreContext, events: deque[TierEvent]) -> None:
+        """`sets` are the KV sets of the model. Only the blocks of the first one are reported as events."""
         self._peers = peers
-        self._io = io
         self._context = context
         self._events = events
+        self._io = sets[0].io
         self._finished_loads: deque[LoadResult] = deque()
-        count = max(_MIN_BUFFERS, min(_MAX_BUFFERS, _BUFFER_BYTES[context.on_gpu] // context.block_bytes))
+        room = _BUFFER_BYTES[context.on_gpu] // sum(parts.block_bytes for parts in sets)
+        count = max(_MIN_BUFFERS, min(_MAX_BUFFERS, room))
+        self.sets = [
+            SetStore(
+                number,
+                parts,
+                peers,
+                count,
+                context.on_gpu,
+                self._compute_s,
+                context.wake,
+                _ignore if number else self._stored,
+            )
+            for number, parts in enumerate(sets)
+        ]
+        self.tiers = self.sets[0].tiers
+        """The tiers of the first KV set."""
         self.max_offers = count if self.tiers else 0
-        buffers = BufferPool(count, context.block_bytes, context.on_gpu)
-        self._bounded_reader = BoundedReader(self.tiers, buffers)
-        self._loader = Loader(
-            self.tiers, peers, io, buffers, self._bounded_reader, context.block_bytes, self._compute_s
-        )
-        self._write_behind = WriteBehind(self.tiers, io, buffers, count // 2, context.wake, self._stored)
-        self._prefetcher = TierPrefetcher(self.tiers, peers, buffers, self._bounded_reader, self._stored)
         self._loads = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-load")
         # Separate threads: a worker that does not answer delays only other pulls.
         self._pulls = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-pull")
@@ -102,29 +106,34 @@ class KvStore:
         if not self.tiers:
             return 0
         keys = block_keys(token_ids, root_key(self._context.fingerprint, salt), self._context.block_tokens)
-        count = 0
-        for holder in first_holders(self.tiers, keys):
-            if holder is None or not self._loader.is_worth(holder):
-                break
-            count += 1
-        return count
+        if len(self.sets) > 1 or self.sets[0].reach.is_bounded:
+            # The last token is always computed. What it sees follows from the blocks before it.
+            del keys[(len(token_ids) - 1) // self._context.block_tokens :]
+        held = [one.held(keys) for one in self.sets]
+        reaches = [(one.reach, there.__getitem__) for one, there in zip(self.sets, held, strict=True)]
+        bounded = [entry for entry in reaches if entry[0].is_bounded]
+        count = len(keys)
+        if not self.sets[0].reach.is_bounded:
+            count = next((i for i, is_there in enumerate(held[0]) if not is_there), count)
+        return visible_prefix(count, self._context.block_tokens, bounded)
 
     def crossover_tokens(self, tier: MeasuredTier) -> int | None:
         """Return the number of tokens from which on loading from this tier is faster than computing. None: never, or
         the speed is not known."""
-        return self._context.block_tokens if tier.speed.measured is not None and self._loader.is_worth(tier) else None
+        is_worth = self._set_of(tier).loader.is_worth(tier)
+        return self._context.block_tokens if tier.speed.measured is not None and is_worth else None
 
     def prefetch(self, token_ids: Sequence[int], salt: str, ticket: KvTicket | None) -> None:
         """Accept a hint: bring blocks into RAM, from slower tiers or from the ticket's worker while that worker still
         computes them."""
         if ticket is not None:
-            self._hint(self._prefetcher.pull, ticket)
+            self._hint(self._pull_ahead, ticket)
         if token_ids:
             self._hint(self._promote, token_ids, salt)
 
     def offer_again(self, to: MeasuredTier, keys: Sequence[BlockKey]) -> None:
         """Write blocks that a tier has lost into it again, as far as other tiers hold them."""
-        self._run(self._hints, self._prefetcher.offer_again, to, list(keys))
+        self._run(self._hints, self._set_of(to).prefetcher.offer_again, to, list(keys))
 
     # ---- called by the engine's thread
 
@@ -143,16 +152,22 @@ class KvStore:
 
     def offer(self, offered: list[OfferedBlock]) -> None:
         """Offer newly computed blocks to the tiers."""
-        self._write_behind.offer(offered)
+        for number, one in enumerate(self.sets):
+            one.write_behind.offer([block for block in offered if block.kv_set == number])
 
-    def take_copied(self) -> list[BlockId]:
+    def take_copied(self) -> list[OfferedBlock]:
         """Return offered blocks that need not be held any longer."""
-        return self._write_behind.take_copied()
+        return [block for one in self.sets for block in one.write_behind.take_copied()]
 
     @property
     def num_queued(self) -> list[int]:
         """How many blocks wait for each tier."""
-        return self._write_behind.num_queued
+        return [count for one in self.sets for count in one.write_behind.num_queued]
+
+    @property
+    def local_tiers(self) -> list[MeasuredTier]:
+        """The tiers of the other KV sets."""
+        return [tier for one in self.sets[1:] for tier in one.tiers]
 
     def take_events(self) -> list[TierEvent]:
         """Return the tier events since the last call."""
@@ -162,8 +177,9 @@ class KvStore:
 
     def measure(self) -> None:
         """Measure each tier's speed, so that even the first decision is based on a measurement."""
-        for tier in self.tiers:
-            tier.measure(self._context.block_bytes)
+        for one in self.sets:
+            one.measure()
+        for tier in (*self.tiers, *self.local_tiers):
             log.event(
                 "kv_tier",
                 tier=tier.name,
@@ -181,26 +197,48 @@ class KvStore:
         self._closed.set()
         for threads in (self._loads, self._pulls, self._hints, self._announcing):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._bounded_reader.close()
-        self._write_behind.close(_CLOSE_S)
+        for one in self.sets:
+            one.close(_CLOSE_S)
         self._peers.close()
-        for tier in self.tiers:
-            tier.backend.close()
+        for one in self.sets:
+            one.close_tiers()
 
     # ---- on the store's threads
 
     def _load(self, wanted: KvLoad, mark: Mark) -> None:
         result = LoadResult(wanted.load_id, 0, 0)
         try:
-            result = self._loader.load(wanted, mark)
+            mark.wait()
+            result = self._fill(wanted)
         finally:
             self._finished_loads.append(result)
             self._context.wake()
             if wanted.ticket is not None:
                 self._peers.release(wanted.ticket)
 
+    def _fill(self, wanted: KvLoad) -> LoadResult:
+        """Fill the blocks of a load. Those of the other KV sets are useless if one of the first set is missing."""
+        first = self.sets[0].loader.load(wanted, wanted.ticket)
+        num_pulled, local_loaded = first.num_pulled, first.complete
+        for part in wanted.local:
+            if local_loaded:
+                loaded = self.sets[part.kv_set].loader.load(part, wanted.ticket)
+                local_loaded = loaded.complete
+                num_pulled += 0 if wanted.keys else loaded.num_pulled
+        return LoadResult(wanted.load_id, first.num_loaded, num_pulled, local_loaded)
+
+    def _pull_ahead(self, ticket: KvTicket) -> None:
+        for one in self.sets:
+            one.prefetcher.pull(ticket)
+
     def _promote(self, token_ids: Sequence[int], salt: str) -> None:
-        self._prefetcher.promote(self._names(token_ids, salt))
+        names, size = self._names(token_ids, salt), self._context.block_tokens
+        count = self.num_worth_loading(token_ids, salt)
+        for one in self.sets:
+            if one.reach.is_bounded:
+                one.prefetcher.promote(names[one.reach.first_block(count * size, size) : count])
+            else:
+                one.prefetcher.promote(names)
 
     def _announce_held_blocks(self) -> None:
         for tier in self.tiers:
@@ -216,11 +254,8 @@ class KvStore:
 
     def _maintain(self) -> None:
         while not self._closed.wait(_CATCH_UP_S):
-            for tier in self.tiers:
-                if tier.backend.shared_location is not None:
-                    tier.catch_up()
-                if not self._loader.is_worth(tier):
-                    tier.measure_again(self._context.block_bytes)
+            for one in self.sets:
+                one.maintain()
 
     def _stored(self, tier: MeasuredTier, names: Sequence[BlockName]) -> None:
         if names:
@@ -246,6 +281,9 @@ class KvStore:
         except RuntimeError:  # the executor is shut down: the engine is closing
             log.event("kv_store_closed")
 
+    def _set_of(self, tier: MeasuredTier) -> SetStore:
+        return next(one for one in self.sets if tier in one.tiers)
+
     # ---- load or compute
 
     def _compute_s(self, num_blocks: int) -> float:
@@ -265,6 +303,10 @@ class KvStore:
             )
             for i, key in enumerate(parents[1:])
         ]
+
+
+def _ignore(tier: MeasuredTier, names: Sequence[BlockName]) -> None:
+    """Blocks of the other KV sets have the keys of the first one, which are reported already."""
 
 
 def _log_error(done: Future[None]) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from stoker.base import log as logs
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, PeerUnavailable, TierUnavailable
-from stoker.kv.store.block_io import BlockIo, HostBytes, Mark
+from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LocalLoad, PeerUnavailable, TierUnavailable
+from stoker.kv.store.block_io import BlockIo, HostBytes
 from stoker.kv.store.bounded_reader import BoundedReader
 from stoker.kv.store.buffer_pool import BufferPool
 from stoker.kv.store.measured_tier import MeasuredTier, first_holders
@@ -45,10 +46,15 @@ class Peers(Protocol):
         keys: Sequence[BlockKey],
         into: Sequence[BlockId],
         deadline_s: float,
+        kv_set: int = 0,
     ) -> list[bool]: ...
 
     def read_ahead(
-        self, ticket: KvTicket, into: Callable[[list[BlockName], list[HostBytes]], None], deadline_s: float
+        self,
+        ticket: KvTicket,
+        into: Callable[[list[BlockName], list[HostBytes]], None],
+        deadline_s: float,
+        kv_set: int = 0,
     ) -> int: ...
 
     def release(self, ticket: KvTicket) -> None: ...
@@ -56,9 +62,18 @@ class Peers(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedBlocks:
+    """What a load brought in one KV set: `num_loaded` leading blocks, `num_pulled` of them from the ticket's worker."""
+
+    num_loaded: int
+    num_pulled: int
+    complete: bool
+
+
 class Loader:
-    """Decides where each block of a load comes from, and reads it. `compute_s(num_blocks)` is how long computing them
-    would take."""
+    """Decides where each block of a load comes from, and reads it, for one KV set. `compute_s(num_blocks)` is how long
+    computing them would take."""
 
     def __init__(
         self,
@@ -69,7 +84,9 @@ class Loader:
         bounded_reader: BoundedReader,
         block_bytes: int,
         compute_s: Callable[[int], float],
+        kv_set: int = 0,
     ) -> None:
+        self._kv_set = kv_set
         self._pull_speed = Speed(_GUESS_PEER_BYTES_PER_S)
         self._tiers = tiers
         self._peers = peers
@@ -79,22 +96,21 @@ class Loader:
         self._compute_s = compute_s
         self._bounded_reader = bounded_reader
 
-    def load(self, wanted: KvLoad, mark: Mark) -> LoadResult:
-        """Fill the blocks of a load. Blocks until done. The blocks may be written once `mark` is reached."""
-        mark.wait()
+    def load(self, wanted: KvLoad | LocalLoad, ticket: KvTicket | None) -> LoadedBlocks:
+        """Fill the blocks of a load in this KV set. Blocks until done."""
         sources: list[str | None] = [None] * len(wanted.keys)
-        self._fill(wanted, sources)
+        if sources:
+            self._fill(wanted, ticket, sources)
         num_loaded = next((i for i, source in enumerate(sources) if source is None), len(sources))
-        return LoadResult(wanted.load_id, num_loaded, sources[:num_loaded].count(_PEER))
+        return LoadedBlocks(num_loaded, sources[:num_loaded].count(_PEER), num_loaded == len(sources))
 
     def is_worth(self, tier: MeasuredTier) -> bool:
         """Return True if reading a block from this tier is faster than computing it."""
         return tier.speed.seconds(self._block_bytes) <= self._compute_s(1)
 
-    def _fill(self, wanted: KvLoad, sources: list[str | None]) -> None:
+    def _fill(self, wanted: KvLoad | LocalLoad, ticket: KvTicket | None, sources: list[str | None]) -> None:
         # A tier that hangs is not worth reading, so it must not raise the expected time.
         holders = first_holders([tier for tier in self._tiers if self.is_worth(tier)], wanted.keys)
-        ticket = wanted.ticket
         deadline_s = time.monotonic() + self._timeout_s(holders, ticket is not None)
         pulls_first = self._pulls_are_faster(holders)
         if ticket is not None and pulls_first:
@@ -120,14 +136,19 @@ class Loader:
         return self._pull_speed.bytes_per_s > slowest
 
     def _pull(
-        self, wanted: KvLoad, ticket: KvTicket, sources: list[str | None], indices: list[int], deadline_s: float
+        self,
+        wanted: KvLoad | LocalLoad,
+        ticket: KvTicket,
+        sources: list[str | None],
+        indices: list[int],
+        deadline_s: float,
     ) -> None:
         """Pull the missing blocks among `indices` from the ticket's worker."""
         for run in _runs([i for i in indices if sources[i] is None]):
             started_s = time.monotonic()
             keys, blocks = wanted.keys[run.start : run.stop], wanted.blocks[run.start : run.stop]
             try:
-                arrived = self._peers.pull(ticket, wanted.first + run.start, keys, blocks, deadline_s)
+                arrived = self._peers.pull(ticket, wanted.first + run.start, keys, blocks, deadline_s, self._kv_set)
             except PeerUnavailable as error:
                 log.warning("kv_pull_failed", lease=ticket.lease_id, peer=ticket.address, reason=error.message)
                 return
@@ -136,7 +157,12 @@ class Loader:
                 sources[i] = _PEER if is_there else None
 
     def _read(
-        self, tier: MeasuredTier, wanted: KvLoad, sources: list[str | None], indices: list[int], deadline_s: float
+        self,
+        tier: MeasuredTier,
+        wanted: KvLoad | LocalLoad,
+        sources: list[str | None],
+        indices: list[int],
+        deadline_s: float,
     ) -> None:
         """Read blocks from one tier until the deadline."""
         for start in range(0, len(indices), _BATCH_BLOCKS):

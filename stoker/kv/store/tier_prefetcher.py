@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from stoker.base import log as logs
 from stoker.base.ids import BlockKey
@@ -27,7 +28,7 @@ log = logs.EventLog("kv")
 
 
 class TierPrefetcher:
-    """Runs the store's prefetch hints."""
+    """Runs the store's prefetch hints for one KV set."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class TierPrefetcher:
         buffers: BufferPool,
         bounded_reader: BoundedReader,
         stored: Callable[[MeasuredTier, Sequence[BlockName]], None],
+        kv_set: int = 0,
     ) -> None:
+        self._kv_set = kv_set
         self._tiers = tiers
         self._peers = peers
         self._buffers = buffers
@@ -58,9 +61,8 @@ class TierPrefetcher:
         if ram is None:
             return
         try:
-            self._peers.read_ahead(
-                ticket, lambda names, data: self._write(names, data, ram), time.monotonic() + _PULL_S
-            )
+            into = partial(self._write, to=ram)
+            self._peers.read_ahead(ticket, into, time.monotonic() + _PULL_S, self._kv_set)
         except (PeerUnavailable, TierUnavailable) as error:
             log.event("kv_read_ahead_failed", lease=ticket.lease_id, reason=error.message)
 

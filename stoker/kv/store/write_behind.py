@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from stoker.base.ids import BlockId, BlockKey
+from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName, OfferedBlock, TierUnavailable
 from stoker.kv.device.checksum import checksum
 from stoker.kv.store.block_io import BlockIo, HostBytes
@@ -107,7 +107,7 @@ class WriteBehind:
         self._wake = wake
         self._writers = [_Writer(tier, buffers, stored) for tier in tiers]
         self._offered: SimpleQueue[list[OfferedBlock] | None] = SimpleQueue()
-        self._copied: deque[BlockId] = deque()
+        self._copied: deque[OfferedBlock] = deque()
         self._thread = threading.Thread(target=self._run, name="kv-offer", daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class WriteBehind:
         if offered:
             self._offered.put(offered)
 
-    def take_copied(self) -> list[BlockId]:
+    def take_copied(self) -> list[OfferedBlock]:
         """Return offered blocks that need not be held any longer."""
         return [self._copied.popleft() for _ in range(len(self._copied))]
 
@@ -136,7 +136,7 @@ class WriteBehind:
             for offer, writers in zip(offered, wanted, strict=True):
                 if writers:
                     self._stage(offer, writers)
-                self._copied.append(offer.block)
+                self._copied.append(offer)
             self._wake()
 
     def _wanted(self, keys: list[BlockKey]) -> list[list[_Writer]]:

@@ -155,11 +155,17 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class ToolCallDelta(msgspec.Struct, kw_only=True):
     index: int
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionDelta
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):

@@ -70,7 +70,9 @@ _RETRY = {"Retry-After": "1"}
 _BY_CODE = {
     "answer_too_large": _Form(502, "server_error"),
     "engine_died": _Form(503, "server_error", _RETRY),
+    "flex_unavailable": _Form(429, "overloaded_error"),
     "invalid_api_key": _Form(401, "invalid_request_error", {"WWW-Authenticate": "Bearer"}),
+    "insufficient_quota": _Form(429, "overloaded_error"),
     "rate_limited": _Form(429, "overloaded_error"),
     "request_timeout": _Form(408, "invalid_request_error", {"Connection": "close"}),
     "worker_failed": _Form(502, "server_error", _RETRY),

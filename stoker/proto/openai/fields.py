@@ -26,6 +26,7 @@ from stoker.proto.resume_notes import Resume
 
 MAX_CHOICES = 128
 MIN_TENANT_WEIGHT, MAX_TENANT_WEIGHT = 1e-6, 1e6
+FLEX_PRIORITY = 16
 SEED_MASK = (1 << 63) - 1
 
 
@@ -154,6 +155,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     tenant_share: TenantShare | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     kv_transfer_params: dict[str, Any] | None = None  # of any engine; decoded in worker/handoff.py
+
+    @property
+    def engine_priority(self) -> int:
+        """Return the priority in the engine. Flex requests run after all others; a gateway has set their priority."""
+        return FLEX_PRIORITY if self.priority is None and self.service_tier == "flex" else self.priority or 0
 
     @property
     def wants_usage(self) -> bool:

@@ -17,7 +17,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "moderation": (),
     "prediction": (),
-    "service_tier": ("auto", "default", "standard", "standard_only"),
+    "service_tier": ("auto", "default", "flex", "standard", "standard_only"),
     "speed": ("standard",),
     "store": (False,),
     "verbosity": ("medium",),

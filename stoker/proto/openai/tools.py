@@ -18,10 +18,18 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     arguments: str = ""
 
 
+class CustomCall(msgspec.Struct, kw_only=True):
+    """A call of a custom tool, whose input is text."""
+
+    name: str
+    input: str = ""
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
     id: str
-    function: FunctionCall
-    type: Literal["function"] = "function"
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
+    type: Literal["function", "custom"] = "function"
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -32,11 +40,24 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
 
 class PastToolCall(msgspec.Struct, kw_only=True):
-    """A tool call in an assistant message of a request."""
+    """A tool call in an assistant message of a request: of a function, or of a custom tool."""
 
     id: str
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None
     type: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.function is None and self.custom is None:
+            raise ValueError("Object missing required field `function`")
+
+    @property
+    def called(self) -> CalledFunction:
+        """Return the call as one of a function. The model knows a custom tool as a function of one text."""
+        if self.function is not None:
+            return self.function
+        assert self.custom is not None
+        return CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -46,9 +67,18 @@ class Function(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
+class CustomTool(msgspec.Struct, kw_only=True):
+    """A tool whose input is text. `format` may hold a grammar of it."""
+
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class Tool(msgspec.Struct, kw_only=True):
     type: str
     function: Function | None = None
+    custom: CustomTool | None = None
 
 
 class FlatTool(msgspec.Struct, kw_only=True):
@@ -72,6 +102,7 @@ class ToolReference(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str | None = None
     namespace: str | None = None
     function: FunctionName | None = None
+    custom: FunctionName | None = None
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
@@ -84,6 +115,7 @@ class ToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     type: str
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     name: str | None = None
     namespace: str | None = None
     allowed_tools: AllowedTools | None = None

@@ -107,6 +107,8 @@ class ReasoningParser(ABC):
 
     needs_special_tokens: ClassVar[bool]
     template_marks: ClassVar[tuple[TemplateMark, ...]] = ()  # of models that use it; none: only with --reasoning-format
+    # True if the text of an answer has marks of this format around it, too. Then every answer is parsed and constrained by it.
+    frames_text: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, starts_inside: bool) -> None: ...
@@ -125,7 +127,10 @@ class ReasoningParser(ABC):
     @classmethod
     @abstractmethod
     def before(cls, answer: Format, starts_inside: bool) -> Format:
-        """Return the format of an answer that may begin with reasoning. The reasoning is free, and may be cut off."""
+        """Return the format of an answer that may begin with reasoning. The reasoning is free, and may be cut off.
+
+        With `frames_text`, the result also has the marks around the answer.
+        """
 
     @classmethod
     @abstractmethod

@@ -24,23 +24,29 @@ NO_OBJECT = (
     r"[ \t\r\n]*([^ \t\r\n{<]|<[^|<])"  # the start of a text that begins neither with an object nor with a mark `<|`
 )
 STRING = r'([^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*'  # the content of a JSON string
-OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING)
-_INPUT_OPENING = '{"input": "'
+NO_LIST = (
+    r"[ \t\r\n]*([^ \t\r\n\[<]|<[^|<])"  # the start of a text that begins neither with a list nor with a mark `<|`
+)
+IDENTIFIER = "[A-Za-z_][A-Za-z0-9_]*"
+OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING, NO_LIST, IDENTIFIER)
+INPUT_OPENING = '{"input": "'  # the text between the begin of a custom tool call and its input
 
 
-def functions(tools: Sequence[dict[str, Any]]) -> list[tuple[str, Format]]:
+def functions(tools: Sequence[dict[str, Any]], style: str = "json") -> list[tuple[str, Format]]:
     """Return the name of each tool and the format of its arguments: its schema, any object, or the input of a custom tool.
 
-    A custom tool has its grammar beside the function, as `input_grammar`.
+    A custom tool has its grammar beside the function, as `input_grammar`. It is enforced only in JSON, where the input is a
+    string. `style` says how the arguments are written: as JSON, or with a tag for each of them (`glm_xml`, `minimax_xml`).
     """
-    return [(tool["function"]["name"], _arguments(tool)) for tool in tools]
+    return [(tool["function"]["name"], _arguments(tool, style)) for tool in tools]
 
 
-def _arguments(tool: dict[str, Any]) -> Format:
-    if (given := tool.get("input_grammar")) is None:
-        return schema(tool["function"].get("parameters") or {"type": "object"})
+def _arguments(tool: dict[str, Any], style: str) -> Format:
+    given = tool.get("input_grammar")
+    if given is None or style != "json":
+        return schema(tool["function"].get("parameters") or {"type": "object"}) | {"style": style}
     text = regex(STRING) | {"input_grammar": given}
-    return sequence(const(_INPUT_OPENING), text, const('"}'))
+    return sequence(const(INPUT_OPENING), text, const('"}'))
 
 
 def schema(json_schema: dict[str, Any] | bool) -> Format:
@@ -68,8 +74,9 @@ def optional(content: Format) -> Format:
     return {"type": "optional", "content": content}
 
 
-def tag(begin: str, content: Format, end: str) -> Format:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+def tag(begin: str, content: Format, *ends: str) -> Format:
+    """Return the format of a content between marks. Each of `ends` may end it."""
+    return {"type": "tag", "begin": begin, "content": content, "end": list(ends)}
 
 
 def text_without(*excluded: str) -> Format:
@@ -129,7 +136,7 @@ def _without_inputs(node: Any, begin: str, inputs: dict[InputGrammar, None]) -> 
     begin = node["begin"] if node.get("type") == "tag" else begin
     given = node.get("input_grammar")
     if isinstance(given, TextGrammar):
-        inputs[InputGrammar(begin, _INPUT_OPENING, given)] = None
+        inputs[InputGrammar(begin, given)] = None
     return {name: _without_inputs(part, begin, inputs) for name, part in node.items() if name != "input_grammar"}
 
 

@@ -31,7 +31,9 @@ class StreamingToolParser(ToolParser):
     openers: ClassVar[tuple[str, ...]]  # marks that start a call
     section_begins: ClassVar[tuple[str, ...]] = ()  # marks around calls, which are dropped next to a call
     section_ends: ClassVar[tuple[str, ...]] = ()
+    section_gap: ClassVar[str] = ""  # white space after the mark that begins a section, and before the one that ends it
     separator: ClassVar[str] = ""  # between two calls
+    not_in_text: ClassVar[tuple[str, ...]] = ()  # what free text must not contain if calls are held to their schema
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         self._marks = (*self.openers, *self.section_begins, *self.section_ends)
@@ -73,16 +75,24 @@ class StreamingToolParser(ToolParser):
         calls = grammar.calls(cls.call_tags(tools), cls.separator, parallel)
         if not cls.section_begins:
             return calls
-        return grammar.sequence(grammar.const(cls.section_begins[0]), calls, grammar.const(cls.section_ends[0]))
+        return grammar.sequence(grammar.const(cls._section_begin()), calls, grammar.const(cls._section_end()))
 
     @classmethod
     def text_and_calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> grammar.Format:
         tags = cls.call_tags(tools)
         if not cls.section_begins:
-            return grammar.triggered(cls.openers, tags, (), parallel)
+            return grammar.triggered(cls.openers, tags, cls.not_in_text, parallel)
         calls = grammar.calls(tags, cls.separator, parallel)
-        section = grammar.tag(cls.section_begins[0], calls, cls.section_ends[0])
+        section = grammar.tag(cls._section_begin(), calls, cls._section_end())
         return grammar.triggered(cls.section_begins, [section], cls.openers, parallel)
+
+    @classmethod
+    def _section_begin(cls) -> str:
+        return cls.section_begins[0] + cls.section_gap
+
+    @classmethod
+    def _section_end(cls) -> str:
+        return cls.section_gap + cls.section_ends[0]
 
     def _begin_call(self) -> Step:
         """Return the step that follows an opening mark."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def results(
     runner = Runner(model, 1, kv, rows, threads, 16, drafts_grammar=drafts_grammar)
     rest = iter(tokenizer.encode(text))
 
-    def step(plan: StepPlan, states: object) -> VerifiedTokens:
-        return VerifiedTokens(SampledTokens(torch.tensor([next(rest), 7]), None, None, None), None, [0, 1])
+    def step(plan: StepPlan, states: object) -> Callable[[], VerifiedTokens]:
+        verified = VerifiedTokens(SampledTokens(torch.tensor([next(rest), 7]), None, None, None), None, [0, 1])
+        return lambda: verified
 
     monkeypatch.setattr(runner, "_step", step)
     new_rows = [NewRow(Row(0), CALL, [5], 1, 64), NewRow(Row(1), SamplingParams(), [5], 1, 64)]

@@ -10,13 +10,14 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as RawTokenizer
 
 from stoker.base.ids import RequestId
 from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.sched.request import GrammarSpec
-from stoker.text.parsers.contract import TOOL_PARSERS, ToolArgumentsDelta
-from stoker.text.parsers.grammar import structural_tag
+from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, ToolArgumentsDelta
+from stoker.text.parsers.grammar import schema, structural_tag
 from stoker.text.parsers.reasoning.think import ThinkParser
 from stoker.text.parsers.tools.hermes import HermesParser
 from stoker.text.tokenizer import Tokenizer
@@ -116,6 +117,36 @@ def test_reasoning_may_write_anything(grammars: XGrammars, tokenizer: Tokenizer)
     assert accepts(f"I could write <tool_call>nonsense.\n</think>\n\n{call}")
     assert accepts("I could write <tool_call>nonsense")
     assert not accepts("Well.\n</think>\n\n<tool_call>nonsense")
+
+
+def test_a_call_of_harmony_ends_with_a_stop_token(smollm2: Path) -> None:
+    """gpt-oss ends a call with a special token that is also a stop token, and its other marks are special tokens, too."""
+    raw = RawTokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    marks = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+    raw.add_special_tokens(list(marks))
+    ends = [raw.token_to_id("<|return|>"), raw.token_to_id("<|call|>")]
+    tokenizer = Tokenizer(raw, eos_token_ids=ends)
+    grammars = XGrammars(tokenizer, tokenizer.vocab_size)
+    parser, reasoning = TOOL_PARSERS.get("harmony"), REASONING_PARSERS.get("harmony")
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome", "days": 3}'
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    forced = structural_tag(reasoning.before(parser.calls(TOOLS, parallel=False), False), allows_text=True)
+    free = structural_tag(reasoning.before(parser.text_and_calls(TOOLS, parallel=False), False), allows_text=True)
+    form = structural_tag(reasoning.before(schema(SCHEMA), False), allows_text=True)
+
+    def accepts(spec: GrammarSpec, text: str, end: int) -> bool:
+        matcher = grammars.matcher(spec, [], 500)
+        return all(matcher.accept(token_id) for token_id in [*tokenizer.encode(text), end]) and matcher.done
+
+    for text in (call, thought + call):
+        assert accepts(forced, text, ends[1])
+        assert accepts(free, text, ends[1])
+        assert not accepts(free, text.replace("3}", '"3"}'), ends[1])
+    assert accepts(free, f"{thought}<|channel|>final<|message|>Sunny.", ends[0])
+    assert not accepts(forced, f"{thought}<|channel|>final<|message|>Sunny.", ends[0])
+    final = '<|channel|>final<|message|>{"city": "Rome", "days": 3}'
+    assert accepts(form, thought + final, ends[0])
+    assert not accepts(form, f"{thought}<|channel|>final<|message|>Sunny.", ends[0])
 
 
 def test_a_spec_survives_the_pipe() -> None:

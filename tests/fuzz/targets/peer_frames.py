@@ -71,7 +71,7 @@ def execute(data: bytes, rng: random.Random) -> None:
     if rng.random() < 0.5:
         _attack_server(world, data, shakes_hands=rng.random() < 0.8)
     else:
-        _attack_client(world, data)
+        _attack_client(world, data, rng.choice([0, 0, 1]))
     if world.died:
         raise AssertionError(f"a thread of the server died: {world.died.pop()!r}")
 
@@ -94,7 +94,7 @@ def _attack_server(world: _World, data: bytes, shakes_hands: bool) -> None:
             pass  # the server has closed the connection
 
 
-def _attack_client(world: _World, data: bytes) -> None:
+def _attack_client(world: _World, data: bytes, kv_set: int) -> None:
     """Connect a client to a server that answers with these bytes, whatever it is sent."""
     address = f"127.0.0.1:{world.hostile.getsockname()[1]}"
     peer = RemotePeer(address, "e", _IDENTITY, _SETTINGS, make_transports(_SETTINGS))
@@ -102,7 +102,7 @@ def _attack_client(world: _World, data: bytes) -> None:
     answers.start()
     try:
         with peer.connection(_CALM_S) as connection:
-            peer._open(connection, world.kv, lambda: None)
+            peer._open(connection, world.kv.sets[0], kv_set, lambda: None)
             _ = peer.layout
     except PeerUnavailable:
         pass
@@ -116,7 +116,7 @@ def _attack_client(world: _World, data: bytes) -> None:
         peer._welcome = {}
         try:
             peer._welcome = load_json(PeerConnection(theirs).receive(*FrameKind)[1])
-            peer._open(PeerConnection(theirs), world.kv, lambda: None)
+            peer._open(PeerConnection(theirs), world.kv.sets[0], kv_set, lambda: None)
             _ = peer.layout.block_bytes
         except PeerUnavailable:
             pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from waiting import LONG_S
 from world import Got, World, _got
 
 from stoker.gateway.admission.api_keys import ApiKeys, new_key
-from stoker.gateway.config import KeySettings, ResponsesSettings
+from stoker.gateway.config import BatchSettings, KeySettings, ResponsesSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects.tenant_objects import TenantObjects
 from stoker.gateway.store.sqlite import SqliteStore
@@ -103,6 +104,7 @@ class Keys:
 
 
 FAST = ResponsesSettings(lease_s=1.0)
+FAST_BATCHES = BatchSettings(poll_s=0.05, insist_after=3)
 
 
 @asynccontextmanager
@@ -116,10 +118,13 @@ async def stored_world(
     """A gateway whose objects lie in the SQLite file `store`."""
     given: Sequence[KeySettings] = keys.settings if keys is not None else ()
     async with World(keys=given) as world:
+        threads = StoreThreads(SqliteStore(store))
         objects = TenantObjects(
-            StoreThreads(SqliteStore(store)),
+            threads,
             ApiKeys(given) if not given else world.gateway._parts.keys,
             settings,
+            FAST_BATCHES,
+            name=secrets.token_hex(8),
             max_body_bytes=1 << 20,
             model_of=lambda name: name or "m",
         )
@@ -130,6 +135,7 @@ async def stored_world(
             yield world
         finally:
             await objects.close()
+            threads.close()
 
 
 async def call(

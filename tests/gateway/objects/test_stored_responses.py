@@ -297,3 +297,35 @@ async def test_an_answer_is_delivered_while_the_store_fails(tmp_path: Path) -> N
             response = events_of(got.body)[-1]["response"] if stream else got.json
             assert (response["status"], response["store"]) == ("completed", False)
         assert (await create(world, {"input": "a", "background": True})).status == 503
+
+
+async def test_hostile_ids_and_queries_are_refused(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        one = (await create(world, {"input": "a"})).json["id"]
+        for name in ("resp_\0", "x" * 5000, "", "../x", "resp_%00"):
+            got = await create(world, {"input": "a", "previous_response_id": name})
+            assert (got.status, got.json["error"]["code"]) == (400, "previous_response_not_found")
+        for query in ("limit=" + "9" * 5000, "limit=0", "limit=-1", "after=%00", "order=up", "after=none"):
+            assert (await call(world, "GET", f"{PATH}/{one}/input_items?{query}")).status == 400, query
+            assert (await call(world, "GET", f"/v1/files?{query}")).status == 400, query
+        for query in ("limit=x", "after=%00", "after=none"):
+            assert (await call(world, "GET", f"/v1/batches?{query}")).status == 400, query
+        assert (await call(world, "GET", "/v1/files?purpose=%00")).status == 400
+        for path in ("/v1/files/%20", "/v1/files/x/content", "/v1/batches/%20", "/v1/batchesx", "/v1/filesx"):
+            assert (await call(world, "GET", path)).status in (400, 404), path
+
+
+async def test_a_conversation_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    """Compressed, it is small, so its size must be known before it is read."""
+    large = dataclasses.replace(FAST, max_mib=16)
+    async with stored_world(tmp_path / "s.db", FakeResponses(), settings=large) as world:
+        previous = None
+        for _ in range(4):
+            body = {"input": "a" * 400_000} | ({"previous_response_id": previous} if previous else {})
+            got = await create(world, body)
+            if got.status != 200:
+                break
+            previous = got.json["id"]
+        assert got.status == 400
+        assert got.json["error"]["param"] == "previous_response_id"
+        assert "1048576" in got.json["error"]["message"]  # the gateway of these tests accepts bodies of 1 MiB

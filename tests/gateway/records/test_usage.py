@@ -21,10 +21,10 @@ from test_meter import record
 
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized
+from stoker.gateway.admission.prices import PriceList, in_currency
 from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import KeySettings, MeterSettings, PriceSettings
 from stoker.gateway.records.meter import Meter
-from stoker.gateway.records.prices import PriceList, in_currency
 from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query, read_usage
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.gateway.store.location import StoreLocation

@@ -31,7 +31,7 @@ def files() -> set[int]:
 def test_memory_is_freed_with_the_blocks_and_not_before() -> None:
     before = files()  # files that earlier tests left may disappear at any moment
     kv = DeviceKv(KvLayout.of(2, 2, 16, 16, "float32", 4), 4, torch.device("cpu"))
-    blocks = kv.host_blocks()
+    blocks = kv.sets[0].host_blocks()
     assert blocks is not None
     ours = files() - before
     assert len(ours) == 1

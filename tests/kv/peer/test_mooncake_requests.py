@@ -11,7 +11,7 @@ import torch
 from stoker.base.ids import BlockId
 from stoker.kv.blocks.layout import KvLayout, head_slice
 from stoker.kv.device.checksum import checksum
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES
 from stoker.kv.peer.block_bytes import sink_of
 from stoker.kv.peer.transports.mooncake import MooncakeLink
@@ -56,7 +56,7 @@ def a_layout(mib: float, num_heads: int = 2, first_head: int = 0) -> KvLayout:
     ],
 )
 def test_blocks_are_read_completely_in_requests_of_one_size(there: KvLayout, here: KvLayout, sizes: set[int]) -> None:
-    src, dst = DeviceKv(there, 3, CPU), DeviceKv(here, 4, CPU)
+    src, dst = SetKv(there, 3, CPU), SetKv(here, 4, CPU)
     src.blocks.normal_()
     first, end = max(there.first_head, here.first_head), min(there.end_head, here.end_head)
     theirs, ours = head_slice(there, first, end), head_slice(here, first, end)

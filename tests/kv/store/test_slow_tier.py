@@ -12,7 +12,7 @@ import pytest
 import torch
 from kv.peer_world import LAYOUT, block_ids, keys, wait_until
 
-from stoker.base.ids import BlockId, BlockKey
+from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.store import buffer_pool as buffer_pool_module
@@ -23,6 +23,7 @@ from stoker.kv.store import tier_prefetcher as read_ahead
 from stoker.kv.store.block_io import block_io
 from stoker.kv.store.kv_store import KvStore, StoreContext
 from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.kv.store.set_store import SetParts
 from stoker.kv.store.tiers.tier import HostBytes, TierStats
 
 TOKENS = list(range(8 * LAYOUT.block_tokens))
@@ -103,8 +104,9 @@ class World:
         self.measured = MeasuredTier("slow", self.tier)
         measured = [self.measured, *(MeasuredTier("other", other) for other in others)]
         kv = DeviceKv(LAYOUT, 16, torch.device("cpu"))
-        context = StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: TOKENS_PER_S, lambda: None)
-        self.store = KvStore(measured, self.peers, block_io(kv), context, deque())
+        context = StoreContext("f", LAYOUT.block_tokens, False, lambda: TOKENS_PER_S, lambda: None)
+        parts = SetParts(measured, block_io(kv.sets[0]), LAYOUT.block_bytes)
+        self.store = KvStore([parts], self.peers, context, deque())
         self.store.measure()
 
     def load(self, ticket: KvTicket | None, times: int = 1) -> LoadResult:
@@ -200,11 +202,11 @@ def test_without_free_memory_blocks_are_declined_and_released(monkeypatch: pytes
         OfferedBlock(BlockName(key, BlockKey(bytes(16)), (), ""), block)
         for block, key in zip(block_ids(0, 1, 2, 3), keys(4), strict=True)
     ]
-    copied: list[BlockId] = []
+    copied: list[OfferedBlock] = []
 
     def are_copied() -> bool:
         copied.extend(world.store.take_copied())
-        return copied == [one.block for one in offered]
+        return copied == offered
 
     for new_buffer in (no_memory, real):
         monkeypatch.setattr(buffer_pool_module, "new_buffer", new_buffer)

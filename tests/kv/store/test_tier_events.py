@@ -18,6 +18,7 @@ from stoker.kv.store.block_io import block_io
 from stoker.kv.store.buffer_pool import new_buffer
 from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
 from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.kv.store.set_store import SetParts
 from stoker.kv.store.tiers.disk.block_file import BlockFiles
 from stoker.kv.store.tiers.disk.disk_tier import DiskTier
 from stoker.kv.store.tiers.tier import TierContext
@@ -53,10 +54,9 @@ def test_a_block_removed_during_the_listing_at_the_start_does_not_count_as_held(
     monkeypatch.setattr(BlockFiles, "read_name", read_name)
     kv = DeviceKv(LAYOUT, 4, torch.device("cpu"))
     store = KvStore(
-        [MeasuredTier("disk", tier)],
+        [SetParts([MeasuredTier("disk", tier)], block_io(kv.sets[0]), LAYOUT.block_bytes)],
         NoPeers(),
-        block_io(kv),
-        StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: None, lambda: None),
+        StoreContext("f", LAYOUT.block_tokens, False, lambda: None, lambda: None),
         events,
     )
     store.announce_held_blocks()

@@ -23,7 +23,7 @@ def is_cheap_to_compile(spec: GrammarSpec) -> bool:
     """Return True if the grammar can be compiled without a trial (trials.py)."""
     if spec.kind == "json_object":
         return True
-    if spec.kind == "ebnf":
+    if spec.kind == "ebnf" or spec.inputs:
         return False
     if spec.kind == "regex":
         if len(spec.text) > _MAX_REGEX_CHARS or _QUANTIFIED_GROUP.search(spec.text):

@@ -14,16 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.base.errors import InvalidRequest
+from stoker.engine.grammar import Matcher
 from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
 from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
 from stoker.engine.process.grammars.forced_text import ForcedText
 from stoker.engine.process.grammars.grammar_cache import GrammarCache
+from stoker.engine.process.grammars.input_matcher import InputMatcher
 from stoker.engine.process.grammars.matcher import PreparedGrammar, XGrammarMatcher
 from stoker.engine.process.grammars.rejections import Rejections
 from stoker.engine.process.grammars.schema.enforce import enforceable
+from stoker.engine.process.grammars.string_vocabulary import StringVocabulary
+from stoker.engine.process.grammars.text_grammars import PreparedInput, compile_text
 from stoker.engine.process.grammars.trials import GrammarTrials, SentGrammar
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
 from stoker.sched.request import GrammarSpec
+from stoker.text.parsers.grammar import INPUT_OPENING
 from stoker.text.tokenizer import Tokenizer
 
 _MAX_SLOW_COMPILATIONS = 2  # at a time, of grammars that needed a trial
@@ -65,6 +70,8 @@ class XGrammars:
         self._cache_lock = threading.Lock()
         self._compilers: dict[frozenset[int], _VocabularyTools] = {}
         self._compilers_lock = threading.Lock()
+        self._strings: StringVocabulary | None = None
+        self._strings_lock = threading.Lock()
 
     def prepare(self, spec: GrammarSpec) -> PreparedGrammar:
         with self._cache_lock:
@@ -75,8 +82,12 @@ class XGrammars:
             self._cache.add(spec, prepared)
         return prepared
 
-    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> XGrammarMatcher:
-        matcher = XGrammarMatcher(self.prepare(spec), max_tokens)
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> Matcher:
+        prepared = self.prepare(spec)
+        outer = XGrammarMatcher(prepared, max_tokens)
+        matcher: Matcher = outer
+        if prepared.inputs:
+            matcher = InputMatcher(outer, prepared.inputs, prepared.endings.text_of, max_tokens)
         for token_id in token_ids:
             matcher.accept(token_id)
         return matcher
@@ -106,15 +117,7 @@ class XGrammars:
         """Return a grammar that was compiled in its trial."""
         tools = self._tools(self._textless_ids(spec))
         grammar = xgrammar.CompiledGrammar.deserialize_json(sent.serialized.decode(), tools.info)
-        return PreparedGrammar(
-            grammar=grammar,
-            endings=tools.endings,
-            forced_text=tools.forced_text,
-            first_ending=sent.first_ending,
-            reserve=sent.reserve,
-            num_bytes=grammar.memory_size_bytes,
-            allows_text=spec.allows_text,
-        )
+        return self._prepared(spec, tools, grammar, sent.first_ending, sent.reserve)
 
     def _compile(self, spec: GrammarSpec) -> PreparedGrammar:
         try:
@@ -127,15 +130,41 @@ class XGrammars:
             raise _not_usable(spec, _SOURCE_LOCATION.sub("", " ".join(str(error).split()))[:500]) from error
         # How much one token can open is not known. All literals of the grammar are an upper bound, at 3 bytes per token.
         num_literal_tokens = sum(len(text) for text in _LITERAL.findall(str(grammar.grammar))) // 3
+        first_ending = None if first is None else len(first)
+        return self._prepared(spec, tools, grammar, first_ending, min(64, num_literal_tokens))
+
+    def _prepared(
+        self,
+        spec: GrammarSpec,
+        tools: _VocabularyTools,
+        grammar: xgrammar.CompiledGrammar,
+        first_ending: int | None,
+        reserve: int,
+    ) -> PreparedGrammar:
+        inputs = [
+            PreparedInput(one.begin.encode(), compile_text(one.grammar, self.string_vocabulary()))
+            for one in spec.inputs
+        ]
         return PreparedGrammar(
             grammar=grammar,
             endings=tools.endings,
             forced_text=tools.forced_text,
-            first_ending=None if first is None else len(first),
-            reserve=min(64, num_literal_tokens),
-            num_bytes=grammar.memory_size_bytes,
+            first_ending=first_ending,
+            reserve=reserve,
+            num_bytes=grammar.memory_size_bytes + sum(one.text.num_bytes for one in inputs),
             allows_text=spec.allows_text,
+            inputs=tuple(inputs),
         )
+
+    def string_vocabulary(self) -> StringVocabulary:
+        """Return the vocabulary of custom tools' inputs. The first call takes a second."""
+        with self._strings_lock:
+            if self._strings is None:
+                special, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
+                known = range(min(self._tokenizer.vocab_size, self._vocab_size))
+                texts = [b"" if i in special else token_bytes(i) for i in known]
+                self._strings = StringVocabulary(texts, self._vocab_size, INPUT_OPENING.encode())
+            return self._strings
 
     def _textless_ids(self, spec: GrammarSpec) -> frozenset[int]:
         """Return the tokens that the grammar must not match as text.

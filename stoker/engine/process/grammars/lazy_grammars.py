@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.engine.grammar import Matcher
 from stoker.engine.process.grammars.trials import GrammarTrials
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from stoker.engine.process.grammars.compiler import XGrammars
-    from stoker.engine.process.grammars.matcher import PreparedGrammar, XGrammarMatcher
+    from stoker.engine.process.grammars.matcher import PreparedGrammar
 
 
 class LazyGrammars:
@@ -31,7 +32,7 @@ class LazyGrammars:
     def prepare(self, spec: GrammarSpec) -> PreparedGrammar:
         return self._get().prepare(spec)
 
-    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> XGrammarMatcher:
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> Matcher:
         return self._get().matcher(spec, token_ids, max_tokens)
 
     def warm_up(self) -> None:

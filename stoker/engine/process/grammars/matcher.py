@@ -15,11 +15,12 @@ from torch import Tensor
 
 from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
 from stoker.engine.process.grammars.forced_text import ForcedText
+from stoker.engine.process.grammars.text_grammars import PreparedInput
 from stoker.engine.process.grammars.white_space_style import WhiteSpaceStyle
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
 
-_MAX_TOKEN_S = 0.5  # CPU seconds to match one token; a slower grammar would stall all rows, and ends with an error
-_MARGIN = 6  # tokens by which a token that opens nothing may lengthen the ending
+MAX_TOKEN_S = 0.5  # CPU seconds to match one token; a slower grammar would stall all rows, and ends with an error
+MARGIN = 6  # tokens by which a token that opens nothing may lengthen the ending
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -33,6 +34,7 @@ class PreparedGrammar:
     reserve: int  # from this many tokens before the last possible moment on, no new element is started
     num_bytes: int
     allows_text: bool = False  # the output may be free text, which the token limit may cut
+    inputs: tuple[PreparedInput, ...] = ()  # of the custom tools that the output may call
 
 
 class XGrammarMatcher:
@@ -54,7 +56,7 @@ class XGrammarMatcher:
         self._matching_s = 0.0  # since the last accepted token
         self.too_slow = False
         if max_tokens is not None and prepared.first_ending is not None:
-            self._reserve = _MARGIN + min(prepared.reserve, max_tokens // 4)
+            self._reserve = MARGIN + min(prepared.reserve, max_tokens // 4)
             self._search_at = self._next_search(prepared.first_ending)
             if self._tokens_left <= self._search_at:
                 self._search()
@@ -67,7 +69,7 @@ class XGrammarMatcher:
         started_s = time.thread_time()
         if not self._matcher.accept_token(token_id):
             return False
-        self.too_slow |= self._matching_s + time.thread_time() - started_s > _MAX_TOKEN_S
+        self.too_slow |= self._matching_s + time.thread_time() - started_s > MAX_TOKEN_S
         self._matching_s = 0.0
         self._tokens_left -= 1
         self._last_token_id = token_id
@@ -81,16 +83,32 @@ class XGrammarMatcher:
                 self._search()
         return True
 
-    def fill(self, allowed: Tensor) -> None:
+    def fill_by_grammar(self, allowed: Tensor) -> None:
+        """Like `fill`, but whatever the token limit."""
         started_s = time.thread_time()
         self._matcher.fill_next_token_bitmask(allowed[None])
         self._matching_s += time.thread_time() - started_s
+
+    def ending_after(self, token_ids: list[int]) -> list[int] | None:
+        """Return tokens that begin with `token_ids` and complete the output, or None if none were found."""
+        ahead = self._matcher.fork()
+        if not all(ahead.accept_token(token_id) for token_id in token_ids):
+            return None
+        try:
+            ending = self._endings.find(ahead)
+        except EndingTooSlow:
+            self.too_slow = True
+            return None
+        return None if ending is None else token_ids + ending
+
+    def fill(self, allowed: Tensor) -> None:
+        self.fill_by_grammar(allowed)
         if self._ending is None or len(self._ending) < self._shortest_forced:
             return
         if (spare := self._tokens_left - len(self._ending)) > self._reserve:
             return
         mask = allowed.numpy()
-        if spare > _MARGIN:
+        if spare > MARGIN:
             mask &= self._endings.non_openers
         else:
             mask[:] = 0
@@ -99,7 +117,7 @@ class XGrammarMatcher:
 
     def forced(self, max_tokens: int) -> list[int]:
         ending = self._ending
-        if ending is not None and len(ending) >= self._shortest_forced and self._tokens_left - len(ending) <= _MARGIN:
+        if ending is not None and len(ending) >= self._shortest_forced and self._tokens_left - len(ending) <= MARGIN:
             return ending[:max_tokens]  # `fill` allows nothing else
         if not self._forced and not self.done:
             self._forced = self._forced_text.find(self._matcher, self._last_token_id, self._style, max_tokens)

@@ -47,7 +47,8 @@ class Rejections:
 
 
 def _digest(spec: GrammarSpec) -> bytes:
-    return hashlib.sha256(f"{spec.kind}\0{spec.text}".encode("utf-8", "surrogatepass")).digest()
+    inputs = "".join(f"\0{one.grammar.syntax}\0{one.grammar.definition}" for one in spec.inputs)
+    return hashlib.sha256(f"{spec.kind}\0{spec.text}{inputs}".encode("utf-8", "surrogatepass")).digest()
 
 
 def _size(reason: str) -> int:

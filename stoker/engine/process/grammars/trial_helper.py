@@ -59,7 +59,10 @@ def main() -> None:
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                trial = start(grammars.prepare, msgspec.json.decode(line, type=TrialRequest), limits)
+                request = msgspec.json.decode(line, type=TrialRequest)
+                if request.spec.inputs:
+                    grammars.string_vocabulary()  # once, not in every fork
+                trial = start(grammars.prepare, request, limits)
                 trials[trial.output] = trial
                 events.register(trial.output, select.POLLIN)
 

@@ -63,7 +63,7 @@ class Stoker:
         if not call.streams:
             put["stream"] = b"true"
         legs.expect_lease(transfer_id)
-        answer = await legs.send(prefill, self._body(call, put), _REPORT_TOKENS)
+        answer = await legs.send(prefill, self._body(call, put), _REPORT_TOKENS + legs.work_header(prefill))
         await self._relay(call, legs, prefill, answer, shown=call.streams)
         has_ticket = call.memory.notes.ticket is not None
         if has_ticket:
@@ -107,7 +107,7 @@ class Stoker:
     async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> WorkerResponse:
         ticket = call.memory.take_ticket()
         put = {} if ticket is None else {PARAM: ticket}
-        return await legs.send(legs.decode, self._body(call, put), headers)
+        return await legs.send(legs.decode, self._body(call, put), headers + legs.work_header(legs.decode))
 
     def _body(self, call: Call, put: Mapping[str, bytes]) -> bytes:
         envelope = call.envelope

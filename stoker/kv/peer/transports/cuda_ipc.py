@@ -16,7 +16,7 @@ from stoker.base.ids import BlockId
 from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import tensor_checksums
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, DevicePool
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
@@ -31,7 +31,7 @@ class CudaIpcTransport:
     def __init__(self, argument: str, host: str) -> None:
         pass
 
-    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+    def offer(self, kv: SetKv) -> dict[str, Any]:
         if not kv.blocks.is_cuda:
             raise PeerUnavailable(f"the pool is on {kv.blocks.device}")
         # Shared again for each peer: torch counts the processes that opened it, with a counter per peer.
@@ -42,7 +42,7 @@ class CudaIpcTransport:
         first = kv.blocks.storage_offset() * kv.blocks.element_size()
         return described | {"uuid": _uuid(kv.blocks.device), "first": first, "pool_bytes": kv.blocks.nbytes}
 
-    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> CudaIpcLink:
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: SetKv, before_write: BeforeWrite) -> CudaIpcLink:
         if not kv.blocks.is_cuda:
             raise PeerUnavailable(f"the pool is on {kv.blocks.device}")
         uuids = [_uuid(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]

@@ -19,7 +19,7 @@ from stoker.base.ids import BlockId
 from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import HostBytes, checksums, copy_with_checksums
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 from stoker.kv.device.helper_threads import HelperThreads, num_copy_threads
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, gather
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
@@ -35,14 +35,14 @@ class LocalTransport:
     def __init__(self, argument: str, host: str) -> None:
         self._threads = HelperThreads(num_copy_threads(), "kv-copy")
 
-    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+    def offer(self, kv: SetKv) -> dict[str, Any]:
         if kv.memory_fd is None:
             raise PeerUnavailable(f"the pool is on {kv.blocks.device}")
         file = os.fstat(kv.memory_fd)
         place = {"pid": os.getpid(), "fd": kv.memory_fd, "device": file.st_dev, "inode": file.st_ino}
         return _this_machine() | place | {"num_bytes": file.st_size}
 
-    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> LocalLink:
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: SetKv, before_write: BeforeWrite) -> LocalLink:
         for field, here in _this_machine().items():
             if offer.get(field) != here:
                 raise PeerUnavailable(f"{field}: {here} here, {offer.get(field)} there")

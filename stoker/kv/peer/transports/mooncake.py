@@ -17,7 +17,7 @@ from typing import Any
 from stoker.base.ids import BlockId
 from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, RemoteRanges, configure_environment, read_in_order
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, source_of
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
@@ -34,16 +34,16 @@ class MooncakeTransport:
         self._host = host
         self._lock = threading.Lock()
         self._engine: Any = None
-        self._registered: int | None = None
+        self._registered: set[int] = set()  # addresses of the pools, one for each KV set
 
-    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+    def offer(self, kv: SetKv) -> dict[str, Any]:
         engine = self._start(kv)
         segment = f"{self._host}:{engine.get_rpc_port()}"
         return {
             "protocol": self._protocol, "segment": segment, "base": kv.blocks.data_ptr(), "num_blocks": kv.num_blocks,
         }  # fmt: skip
 
-    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> MooncakeLink:
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: SetKv, before_write: BeforeWrite) -> MooncakeLink:
         if offer.get("protocol") != self._protocol:
             raise PeerUnavailable(f"protocol: {self._protocol} here, {offer.get('protocol')} there")
         try:
@@ -54,30 +54,34 @@ class MooncakeTransport:
 
     def close(self) -> None:
         with self._lock:
-            if self._engine is not None and self._registered is not None:
-                self._engine.unregister_memory(self._registered)
-            self._engine = None
+            for base in self._registered:
+                self._engine.unregister_memory(base)
+            self._engine, self._registered = None, set()
 
-    def _start(self, kv: DeviceKv) -> Any:
-        """Start the engine and register the pool, once: it takes a moment and creates threads."""
+    def _start(self, kv: SetKv) -> Any:
+        """Start the engine once, because it takes a moment and creates threads, and register each pool once."""
         with self._lock:
-            if self._engine is not None:
-                return self._engine
-            configure_environment()
-            try:
-                from mooncake.engine import TransferEngine
-            except ImportError as error:
-                raise PeerUnavailable(f"mooncake: {error}") from error
-            engine = TransferEngine()
-            status = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
-            if status:
-                raise PeerUnavailable(f"mooncake: initialize({self._host}, {self._protocol}) returned {status}")
+            engine = self._engine or self._new_engine()
             base = kv.blocks.data_ptr()
-            status = engine.register_memory(base, kv.blocks.nbytes)
-            if status:
-                raise PeerUnavailable(f"mooncake: registering {kv.blocks.nbytes} bytes returned {status}")
-            self._engine, self._registered = engine, base
+            if base not in self._registered:
+                status = engine.register_memory(base, kv.blocks.nbytes)
+                if status:
+                    raise PeerUnavailable(f"mooncake: registering {kv.blocks.nbytes} bytes returned {status}")
+                self._registered.add(base)
+            self._engine = engine
             return engine
+
+    def _new_engine(self) -> Any:
+        configure_environment()
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise PeerUnavailable(f"mooncake: {error}") from error
+        engine = TransferEngine()
+        status = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
+        if status:
+            raise PeerUnavailable(f"mooncake: initialize({self._host}, {self._protocol}) returned {status}")
+        return engine
 
 
 class MooncakeLink(OneSidedLink):
@@ -90,7 +94,7 @@ class MooncakeLink(OneSidedLink):
         base: int,
         num_blocks: int,
         peer: KvLayout,
-        kv: DeviceKv,
+        kv: SetKv,
     ) -> None:
         super().__init__(peer)
         self._engine = engine

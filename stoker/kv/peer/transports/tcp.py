@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.kv.blocks.layout import KvLayout, head_slice
 from stoker.kv.device.checksum import PIECE_BYTES, HostBytes, RunningChecksum, combine_digests, piece_digest
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, BlockSource
 from stoker.kv.peer.lease_book import LeaseBook, LeaseView
 from stoker.kv.peer.peer_wire import TRAILER, BlockReply, BlockRequest, FrameKind, PeerConnection, PeerLost
@@ -23,10 +23,10 @@ class TcpTransport:
     def __init__(self, argument: str, host: str) -> None:
         pass
 
-    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+    def offer(self, kv: SetKv) -> dict[str, Any]:
         return {}
 
-    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> TcpLink:
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: SetKv, before_write: BeforeWrite) -> TcpLink:
         return TcpLink()
 
     def close(self) -> None:

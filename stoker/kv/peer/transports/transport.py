@@ -19,7 +19,7 @@ from stoker.base.ids import BlockId
 from stoker.base.registry import Registry
 from stoker.kv.blocks.layout import HeadSlice, KvLayout, head_slice
 from stoker.kv.blocks.transfer import BlockName, PeerUnavailable
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import SetKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
 from stoker.kv.peer.lease_book import LeaseView
 from stoker.kv.peer.peer_wire import BlockReply, BlockRequest, FrameKind, PeerConnection, pack_confirm
@@ -77,11 +77,11 @@ class Link(Protocol):
 class Transport(Protocol):
     """One per server and client."""
 
-    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+    def offer(self, kv: SetKv) -> dict[str, Any]:
         """On the side that holds the blocks: describe the pool as JSON. Raises PeerUnavailable if this transport cannot
         be used here."""
 
-    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> Link:
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: SetKv, before_write: BeforeWrite) -> Link:
         """On the side that pulls: open a link. Raises PeerUnavailable if this peer cannot be reached this way; then the
         next transport is tried."""
 

@@ -51,6 +51,9 @@ class TierContext:
     on_forgotten: Callable[[Sequence[BlockKey]], None] = _ignore  # the same, for blocks that the tier would take again
     headroom_bytes: int = 0  # bytes before every buffer that the tier may use while it has the buffer
     options: TierOptions | None = None  # this tier's entry in `StoreSettings.tiers`, None if it has none
+    share: float = (
+        1.0  # the part of the capacity that is for these blocks: each KV set of a model has a tier of its own
+    )
 
 
 class Tier(Protocol):

@@ -56,13 +56,14 @@ class Llama3JsonParser(ObjectCalls):
             return False
         # If no other call follows, the separators are text.
         self._step = self._in_text
-        if stripped.startswith(("{", _PYTHON_TAG)):
+        mark = self.openers[0]
+        if stripped.startswith(("{", mark)):
             self._buffer = stripped
             if stripped.startswith("{"):
                 self._open_bare()
         elif not stripped:
             self._buffer = ""
-        elif _PYTHON_TAG.startswith(stripped) and not self._final:
+        elif mark.startswith(stripped) and not self._final:
             self._step = self._after_object
             return False
         return True
@@ -92,10 +93,12 @@ class Llama3JsonParser(ObjectCalls):
     def text_and_calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> grammar.Format:
         """An answer that begins with an object is a call, because its name may come last. So JSON needs a code block."""
         calls = cls.calls(tools, parallel=parallel)
-        begins_with_calls = grammar.optional(grammar.either(calls, grammar.sequence(grammar.const(_PYTHON_TAG), calls)))
+        mark, end = cls.openers[0], [grammar.optional(grammar.const(mark)) for mark in cls.section_ends]
+        marked = grammar.sequence(calls, *end)
+        begins_with_calls = grammar.optional(grammar.either(calls, grammar.sequence(grammar.const(mark), marked)))
         return grammar.either(
             grammar.sequence(grammar.regex(grammar.SPACE), begins_with_calls),
-            grammar.sequence(grammar.regex(grammar.NO_OBJECT), grammar.text_then(_PYTHON_TAG, calls)),
+            grammar.sequence(grammar.regex(grammar.NO_OBJECT), grammar.text_then(mark, marked)),
         )
 
     @classmethod

@@ -49,7 +49,7 @@ _BATCH_BYTES = 32 << 20  # the kernel may have to allocate their memory, under t
 def host_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     if settings.host_gib <= 0:
         return None
-    return HostTier(int(settings.host_gib * _GIB), context, settings.name)
+    return HostTier(int(context.share * settings.host_gib * _GIB), context, settings.name)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -53,7 +54,8 @@ T = TypeVar("T")
 def mooncake_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     if settings.mooncake_master is None:
         return None
-    return MooncakeTier(settings, context)
+    segment_gib = context.share * settings.mooncake_segment_gib
+    return MooncakeTier(replace(settings, mooncake_segment_gib=segment_gib), context)
 
 
 class MooncakeTier:

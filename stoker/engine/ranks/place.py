@@ -1,0 +1,96 @@
+"""RankPlace: what a rank holds, and its connections to the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stoker.base.errors import ConfigError
+from stoker.engine.kernel_plan import build_model
+from stoker.engine.memory import ResolvedSettings
+from stoker.models.family import ModelFamily
+from stoker.parallel.collectives import Collectives
+from stoker.parallel.mesh import ALONE, Mesh, mesh_of
+from stoker.parallel.shard import WHOLE, RankLayout, Shard, shards_of
+from stoker.parallel.stages import ONE_STAGE, PipelineStage, Stages
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """One rank of an engine. `agree_on` returns the smallest of the ranks' numbers."""
+
+    rank: int
+    layout: RankLayout
+    shard: Shard
+    mesh: Mesh
+    stages: Stages
+    agree_on: Callable[[int], int]
+
+
+ALONE_PLACE = RankPlace(0, RankLayout(), WHOLE, ALONE, ONE_STAGE, lambda number: number)
+
+# Returns the collectives of this rank within a group, given the group's name and its ranks.
+MakeGroup = Callable[[str, tuple[int, ...]], Collectives]
+
+
+def find_place(
+    rank: int, family: ModelFamily, resolved: ResolvedSettings, make_group: MakeGroup, control: Collectives
+) -> RankPlace:
+    """Return a rank's part of the model and its connections. `control` is the group of all ranks, on the host."""
+    layout = resolved.layout
+    shard = plan_shards(family, resolved)[rank]
+    stage, ranks = layout.stage_of(rank), range(layout.num_ranks)
+    mesh: Mesh = ALONE
+    if layout.tp > 1:
+        mesh = mesh_of(make_group(f"stage {stage}", tuple(r for r in ranks if layout.stage_of(r) == stage)), shard)
+    stages: Stages = ONE_STAGE
+    if layout.pp > 1:
+        pipeline = make_group(f"pipeline {shard.tp_rank}", tuple(r for r in ranks if r % layout.tp == shard.tp_rank))
+        stages = PipelineStage(pipeline, family.shape.hidden_size, resolved.dtype, resolved.device)
+
+    def agree_on(number: int) -> int:
+        return min(int(one) for one in control.gather(torch.tensor([number])))
+
+    return RankPlace(rank, layout, shard, mesh, stages, agree_on)
+
+
+def plan_shards(family: ModelFamily, resolved: ResolvedSettings) -> list[Shard]:
+    """Return the shard of each rank. Stages are balanced by the bytes of their weights."""
+    layer_bytes: dict[int, int] = {}
+    ends_bytes = 0
+    for name, parameter in build_model(family, resolved, torch.device("meta")).named_parameters():
+        first, _, rest = name.partition(".")
+        if first == "layers":
+            number = int(rest.partition(".")[0])
+            layer_bytes[number] = layer_bytes.get(number, 0) + parameter.nbytes
+        else:
+            ends_bytes += parameter.nbytes
+    shards = shards_of(resolved.layout, [layer_bytes[i] for i in sorted(layer_bytes)], ends_bytes)
+    for shard in shards:
+        family.sharded(
+            shard
+        )  # raises ConfigError for what cannot be split, on every rank and before anything is loaded
+    return shards
+
+
+def compare_ranks(control: Collectives, facts: Mapping[str, str]) -> None:
+    """Check that all ranks have the same model, version and settings. Raises ConfigError, which names the rank that differs
+    from rank 0 and the facts in which it differs."""
+    names = sorted(facts)
+    digests = b"".join(hashlib.sha256(facts[name].encode()).digest()[:_DIGEST_BYTES] for name in names)
+    parts = control.gather(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
+    found = [part.view(-1, _DIGEST_BYTES) for part in parts]
+    for rank, part in enumerate(found):
+        if differing := differing_facts(names, found[0].tolist(), part.tolist()):
+            raise ConfigError(
+                f"rank {rank} differs from rank 0 in {', '.join(differing)}; start all ranks with the same files and settings"
+            )
+
+
+def differing_facts(names: Sequence[str], first: list[list[int]], other: list[list[int]]) -> list[str]:
+    return [name for name, a, b in zip(names, first, other, strict=True) if a != b]

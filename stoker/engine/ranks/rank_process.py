@@ -1,0 +1,137 @@
+"""The entry point of a rank's process: it loads its part of the model, and executes the plans of rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from stoker.base import garbage
+from stoker.base.config import EngineSettings
+from stoker.base.errors import StokerError
+from stoker.parallel.collectives import ExchangeFailed
+from stoker.parallel.rank_link import Kind, LinkEnd, LinkMessage, RankLink
+from stoker.parallel.ring import RingReader
+
+_BEAT_EVERY_S = 0.5
+_POLL_S = 0.05  # how long a launched step may wait for the next command before it is waited for
+
+_BLAME_S = 3.0  # rank 0 is to notice the rank that ended before it hears of the exchange that failed for this reason
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Run a rank. The arguments are file descriptors and this rank's place among the readers of the ring."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when this process ends
+    link_fd, memory, event, index, num_readers = map(int, sys.argv[1:6])
+    link = RankLink(socket.socket(fileno=link_fd))
+    try:
+        run_rank(link, lambda: RingReader(memory, event, index, num_readers))
+    except LinkEnd:
+        pass  # rank 0 has ended
+    except StokerError as error:
+        _fail(link, error.message)
+    except ExchangeFailed as error:
+        time.sleep(_BLAME_S)
+        _fail(link, error.args[0])
+    except Exception as error:
+        _fail(link, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        sys.stderr.flush()
+        os._exit(1)  # threads of collectives may wait for ranks that are gone
+
+
+def run_rank(link: RankLink, open_ring: Any) -> None:
+    """Load this rank's part, and execute commands until rank 0 ends."""
+    arguments = json.loads(link.receive().text)
+    from stoker.engine.memory import resolve
+    from stoker.engine.model_identity import read_hf_config
+    from stoker.engine.part import ModelSource, build_part
+    from stoker.engine.ranks.absent_grammars import AbsentGrammars
+    from stoker.engine.ranks.commands import RankLoop
+    from stoker.engine.ranks.connections import connect_ranks
+    from stoker.models.family import family_of
+
+    threading.Thread(target=_beat, args=(link,), name="beat", daemon=True).start()
+    folder, rank = Path(arguments["folder"]), int(arguments["rank"])
+    settings = settings_from(EngineSettings, arguments["settings"])
+    hf = read_hf_config(folder)
+    family = family_of(hf, str(folder / "config.json"))
+    resolved = rank_device(resolve(settings, family.shape), rank)
+    cache_dir = arguments["cache_dir"]
+    source = ModelSource(folder, hf, arguments["random_seed"], None, None if cache_dir is None else Path(cache_dir))
+    link.send(LinkMessage(Kind.HELLO))
+    met = connect_ranks(rank, source, family, settings, resolved, arguments["host"], arguments["port"])
+    part = build_part(family, source, settings, resolved, met.place, AbsentGrammars())
+    link.send(LinkMessage(Kind.READY))
+    while (message := link.receive()).kind is not Kind.START:
+        raise StokerError(f"expected START from rank 0, got {message.kind.name}")
+    stages = met.place.stages
+    loop = RankLoop(
+        part.runner,
+        lambda kind, step, digest: link.send(LinkMessage(kind, step, digest)),
+        samples=stages.is_first,
+        deferred=stages.is_deferred,
+        steps_ahead=0 if resolved.device.type == "cpu" else resolved.steps_ahead,
+    )
+    ring = open_ring()
+    garbage.tune_for_serving()
+    while True:
+        frame = ring.receive(_POLL_S)
+        if frame is None:
+            loop.finish()
+        else:
+            loop.execute(frame)
+
+
+def rank_device(resolved: Any, rank: int) -> Any:
+    """Return the settings with the rank's own GPU. Rank 0 has the first."""
+    from dataclasses import replace
+
+    import torch
+
+    if resolved.device.type != "cuda":
+        return resolved
+    return replace(resolved, device=torch.device("cuda", (resolved.device.index or 0) + rank))
+
+
+def settings_from(cls: type[T], table: Mapping[str, Any]) -> T:
+    """Return settings from their JSON."""
+    hints = get_type_hints(cls)
+    values = {}
+    for one in fields(cls):  # type: ignore[arg-type]
+        value = table[one.name]
+        if is_dataclass(hints[one.name]):
+            value = settings_from(hints[one.name], value)  # type: ignore[arg-type]
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[one.name] = value
+    return cls(**values)
+
+
+def _beat(link: RankLink) -> None:
+    stop = threading.Event()
+    with suppress(LinkEnd):
+        while not stop.wait(_BEAT_EVERY_S):
+            link.send(LinkMessage(Kind.BEAT))
+    os._exit(1)  # rank 0 has ended
+
+
+def _fail(link: RankLink, message: str) -> None:
+    with suppress(LinkEnd):
+        link.send(LinkMessage(Kind.FAILED, text=message))
+
+
+if __name__ == "__main__":
+    main()

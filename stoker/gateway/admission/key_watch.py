@@ -1,0 +1,73 @@
+"""Follows the API keys in the store, so that created and revoked keys take effect without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+
+from stoker.base.errors import ConfigError, Overloaded
+from stoker.base.log import EventLog
+from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.key_store import KeyStore, StoredKey, key_counts, read_keys
+from stoker.gateway.store.store import StoreTimeout, StoreUnavailable, Transaction
+from stoker.gateway.store.store_threads import StoreThreads
+
+REFRESH_S = 2.0
+
+log = EventLog("keys")
+
+
+class NoKeyWatch:
+    """Stands in for KeyWatch where there is no store."""
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class KeyWatch:
+    """Reads the keys of the store into `keys`, now and then again after every change."""
+
+    def __init__(self, keys: ApiKeys, threads: StoreThreads) -> None:
+        self._keys = keys
+        self._threads = threads
+        self._seen: tuple[int, int] | None = None
+        self._task: asyncio.Task[None] | None = None
+        KeyStore(threads.store)  # declares the tables
+        try:
+            with threads.store.snapshot() as reader:
+                self._take(self._changed(reader))
+        except StoreUnavailable as error:
+            raise ConfigError(error.detail) from error
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                self._take(await self._threads.read(self._changed))
+            except (Overloaded, StoreTimeout):
+                continue  # the keys that are known stay valid until the store is back
+            except ConfigError as error:
+                log.error("keys_not_read", reason=error.message)
+
+    def _changed(self, reader: Transaction) -> tuple[tuple[int, int], list[StoredKey]] | None:
+        counts = key_counts(reader)
+        return None if counts == self._seen else (counts, read_keys(reader))
+
+    def _take(self, changed: tuple[tuple[int, int], list[StoredKey]] | None) -> None:
+        if changed is None:
+            return
+        first, (self._seen, found) = self._seen is None, changed
+        valid = [one.settings for one in found if one.revoked_s is None]
+        self._keys.set_stored(valid, any_key=bool(found))
+        if found or not first:
+            log.event("keys_read", valid=len(valid), revoked=len(found) - len(valid))

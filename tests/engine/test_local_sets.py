@@ -1,0 +1,226 @@
+"""Models whose layers have a window or chunks, with the real engine: such layers keep only what they can still see, and the
+tokens are those of transformers, which keeps everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_tiny
+
+from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
+from stoker.base.errors import ConfigError
+from stoker.base.ids import BlockId, RequestId
+from stoker.engine.llm import LLM, LLMOutput
+from stoker.engine.rates import StepRates
+from stoker.engine.runner import PendingStep, Runner
+from stoker.sched.plan import StepPlan
+from stoker.sched.request import GenerateRequest, SamplingParams
+
+BLOCK = 4
+NEW_TOKENS = 10
+LENGTHS = (3, 13, 26, 58, 97)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A tiny model and the answers of transformers."""
+
+    folder: Path
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {},
+    "llama4-scout": {},
+    "all-window": {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2},
+}
+
+
+@pytest.fixture(scope="module", params=CHANGES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    name = "gpt-oss" if request.param == "all-window" else request.param
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = make_tiny(folder, name, torch.float64, **CHANGES[request.param]).float()  # experts need float32
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1, 199) for _ in range(length)] for length in LENGTHS]
+    return TinyModel(folder, prompts, [greedy(reference, prompt) for prompt in prompts])
+
+
+@torch.no_grad()
+def greedy(reference: Any, prompt: list[int]) -> list[int]:
+    known = list(prompt)
+    for _ in range(NEW_TOKENS):
+        known.append(int(reference(torch.tensor([known]), use_cache=False).logits[0, -1].argmax()))
+    return known[len(prompt) :]
+
+
+def settings(num_blocks: int = 128, **changes: Any) -> EngineSettings:
+    plain = EngineSettings(
+        device="cpu",
+        dtype="float64",
+        num_threads=1,
+        kv=KvSettings(BLOCK, num_blocks),
+        sched=SchedSettings(step_tokens=24, max_rows=4),
+        drafter="off",
+        steps_ahead=1,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait long enough for KV, also on a slow machine."""
+    for name in ("_TIER_GRACE_S", "_PEER_GRACE_S"):
+        monkeypatch.setattr(f"stoker.kv.store.loader.{name}", 60.0)
+
+
+@contextmanager
+def engine(folder: Path, chosen: EngineSettings) -> Iterator[LLM]:
+    llm = LLM(folder, chosen)
+    try:
+        yield llm
+        for pool in (llm.built.pool, *llm.built.local_pools):
+            pool.check()
+    finally:
+        llm.close()
+
+
+def ask(llm: LLM, prompts: list[list[int]], **fields: Any) -> list[LLMOutput]:
+    return llm.run(
+        [
+            GenerateRequest(
+                RequestId(f"r{i}"), list(prompt), len(prompt), SamplingParams(temperature=0.0), NEW_TOKENS, **fields
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+
+
+def tokens(outputs: list[LLMOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def test_released_blocks_are_never_read(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each step, NaN is written into all blocks that no sequence holds. Salts differ, so that none is found again."""
+    real, num_poisoned = Runner.launch, 0
+    with engine(model.folder, settings()) as llm:
+        pools = [llm.built.pool, *llm.built.local_pools]
+
+        def launch(runner: Runner, plan: StepPlan) -> PendingStep:
+            nonlocal num_poisoned
+            for pool, memory in zip(pools, runner._kv.sets, strict=True):
+                free = [i for i in range(pool.num_blocks) if pool.num_free_after([BlockId(i)]) < pool.num_free]
+                memory.blocks[free] = float("nan")
+                num_poisoned += len(free) if pool.reach.is_bounded else 0
+            return real(runner, plan)
+
+        monkeypatch.setattr(Runner, "launch", launch)
+        for i in range(3):
+            assert tokens(ask(llm, model.prompts, cache_salt=str(i))) == model.answers
+    assert num_poisoned
+
+
+def test_a_prefix_hit_needs_only_what_the_next_token_sees(model: TinyModel) -> None:
+    with engine(model.folder, settings()) as llm:
+        counters = llm.built.scheduler.counters
+        for prompt, answer in zip(model.prompts, model.answers, strict=True):
+            assert tokens(ask(llm, [prompt])) == [answer]
+            computed = counters.computed_tokens
+            (again,) = ask(llm, [prompt])
+            assert again.token_ids == answer
+            assert again.usage is not None
+            assert again.usage.cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+            assert counters.computed_tokens - computed <= BLOCK + NEW_TOKENS
+            # The next turn of a conversation continues at the end of the answer.
+            (longer,) = ask(llm, [prompt + answer + prompt[:3]])
+            assert longer.usage is not None
+            assert longer.usage.cached_tokens == (len(prompt) + NEW_TOKENS - 1) // BLOCK * BLOCK
+
+
+def test_a_small_pool_preempts_and_gives_the_same_tokens(model: TinyModel) -> None:
+    with engine(model.folder, settings(num_blocks=30)) as llm:
+        for _ in range(2):
+            assert tokens(ask(llm, model.prompts)) == model.answers
+        assert llm.built.scheduler.counters.preemptions or llm.built.pool.reach.is_bounded
+        assert all(pool.num_free == pool.num_blocks for pool in (llm.built.pool, *llm.built.local_pools))
+
+
+def test_drafts_change_no_token(model: TinyModel) -> None:
+    repeating = [prompt[:9] * 8 for prompt in model.prompts]
+    with engine(model.folder, settings(num_blocks=200)) as llm:
+        expected = tokens(ask(llm, repeating))
+    with engine(model.folder, settings(num_blocks=200, drafter="cache,ngram", numerics="exact")) as llm:
+        for _ in range(2):
+            assert tokens(ask(llm, repeating)) == expected
+        assert llm.built.scheduler.counters.draft_tokens
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_a_hand_over_pulls_all_tokens(model: TinyModel, transport: str) -> None:
+    serves = settings(handoff=HandoffSettings(serves=True, transports=(transport,)))
+    pulls = settings(handoff=HandoffSettings(transports=(transport,)))
+    with engine(model.folder, serves) as prefill, engine(model.folder, pulls) as decode:
+        requests = [
+            GenerateRequest(RequestId(f"r{i}"), prompt, len(prompt), SamplingParams(temperature=0.0), NEW_TOKENS)
+            for i, prompt in enumerate(model.prompts)
+        ]
+        firsts = prefill.run([replace(request, lease_id=f"lease {i}") for i, request in enumerate(requests)])
+        assert all(first.ticket is not None for first in firsts)
+        rest = decode.run(
+            [
+                replace(request, token_ids=request.token_ids + first.token_ids, ticket=first.ticket)
+                for request, first in zip(requests, firsts, strict=True)
+            ]
+        )
+        found = [first.token_ids + more.token_ids for first, more in zip(firsts, rest, strict=True)]
+        assert found == model.answers
+        counters = decode.built.scheduler.counters
+        assert (counters.pulled_tokens, counters.failed_loads) == (sum(LENGTHS), 0)
+        assert counters.computed_tokens == len(LENGTHS) * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_brings_back_what_the_next_token_sees(
+    model: TinyModel, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A model this small computes a block faster than a file is opened.
+    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
+    store = StoreSettings(host_gib=0.01) if tier == "host" else StoreSettings(disk_dir=str(tmp_path))
+    with engine(model.folder, settings(store=store)) as llm:
+        assert tokens(ask(llm, model.prompts)) == model.answers
+        if tier == "host":  # the blocks of the device are evicted by others
+            for i in range(4):
+                ask(llm, model.prompts, cache_salt=str(i))
+            assert check_loads(llm, model)
+    if tier == "disk":
+        with engine(model.folder, settings(store=store)) as again:
+            assert check_loads(again, model)
+
+
+def check_loads(llm: LLM, model: TinyModel) -> int:
+    """Ask again, and return how many tokens were loaded."""
+    counters = llm.built.scheduler.counters
+    before = counters.loaded_tokens
+    assert tokens(ask(llm, model.prompts)) == model.answers
+    assert not counters.failed_loads
+    return counters.loaded_tokens - before
+
+
+def test_the_planned_memory_is_the_used_memory(model: TinyModel) -> None:
+    with engine(model.folder, settings(kv=KvSettings(BLOCK, memory_gib=0.01))) as llm:
+        pools = [llm.built.pool, *llm.built.local_pools]
+        sizes = [one.layout.block_bytes for one in llm.built.layout.sets]
+        used = sum(pool.num_blocks * size for pool, size in zip(pools, sizes, strict=True))
+        assert 0 <= 0.01 * 2**30 - used < sum(sizes)
+        if not llm.built.local_pools:
+            return
+    with pytest.raises(ConfigError, match=r"need.* blocks of 4 tokens.*kv.local_share"):
+        LLM(model.folder, settings(kv=KvSettings(BLOCK, memory_gib=0.01, local_share=0.0001)))

@@ -1,0 +1,53 @@
+"""Latent attention with the real engine in float64: any schedule, hand-off, tier and drafter gives the tokens of a single
+engine that computes everything once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import test_handoff_engine as handoff
+import test_schedules as schedules
+import test_speculation as speculation
+import torch
+from tiny import make_tiny
+
+from stoker.base.config import EngineSettings, KvSettings
+from stoker.engine.build import build_engine
+
+# Fixtures of those modules, for the tests that are called from here.
+patient, drafts_cost_nothing = handoff.patient, speculation.drafts_cost_nothing
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny(path, "deepseek", torch.float64)
+    return path
+
+
+def test_any_schedule_gives_the_tokens_of_running_alone(folder: Path) -> None:
+    """With preemption, prefix hits, chunks of prompts and drafts."""
+    schedules.test_any_schedule_gives_the_tokens_of_running_alone(folder, 1)
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_hand_off(folder: Path, transport: str) -> None:
+    handoff.test_prefill_and_decode_give_the_unified_answer_and_decode_computes_no_prompt(folder, transport)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_tiers(folder: Path, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = handoff.test_a_prefix_computed_by_one_worker_is_found_by_another_through_the_store
+    check(folder, tier, tmp_path, monkeypatch)
+
+
+def test_speculation(folder: Path) -> None:
+    speculation.test_drafts_change_no_answer_and_return_every_block(folder, "cache", 18, 16, 1)
+
+
+def test_the_cache_holds_one_entry_per_token_and_layer(folder: Path) -> None:
+    built = build_engine(folder, EngineSettings(device="cpu", dtype="float32", kv=KvSettings(8, 64)))
+    entry = 32 + 16  # the latent and the rotated key
+    assert built.layout.block_bytes == 3 * 8 * entry * 4
+    assert built.layout.identity == "kv1:float32:latent-3x1x1x8x48"

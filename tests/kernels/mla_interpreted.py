@@ -1,0 +1,42 @@
+"""Runs the Triton kernels of latent attention on a CPU. test_mla_kernels.py starts this in a process of its own, like
+interpreted.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton  # before any kernel, otherwise they are not defined
+from kernels import mla_cases
+from kernels.mla_cases import SHAPES
+
+assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_spans_of_all_kinds(shape):
+    mla_cases.spans_of_all_kinds(shape, CPU, torch.float32)
+
+
+def test_blocks_that_are_read_in_parts():
+    mla_cases.spans_of_all_kinds(SHAPES[0], CPU, torch.float32, block=64)
+
+
+def test_exact_spans():
+    mla_cases.exact_spans(SHAPES[0], CPU, torch.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 40])
+def test_matmuls_of_heads(num_tokens):
+    mla_cases.matmul(num_tokens, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16], ids=str)
+def test_writing(shape, kv_dtype):
+    mla_cases.write(7, shape, CPU, torch.float32, kv_dtype)

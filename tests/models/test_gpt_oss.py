@@ -1,0 +1,98 @@
+"""gpt-oss with experts in MXFP4, in files with the published layout, computes what transformers computes with the
+dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_transformers import prompt_logits
+from tiny import make_tiny
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from stoker.base.config import EngineSettings, KvSettings
+from stoker.base.errors import ModelFilesError
+from stoker.engine.build import build_engine
+from stoker.kernels.quant import QuantWeight, dequantise_ref
+from stoker.layers import expert_storage
+from stoker.layers.expert_storage import FusedExperts, Mxfp4Experts
+
+SETTINGS = EngineSettings(device="cpu", num_threads=1, kv=KvSettings(8, 64))
+
+
+def random_mxfp4(num_experts: int, outs: int, ins: int, spread: int) -> tuple[Tensor, Tensor]:
+    """Return blocks and scales, which differ by at most 2**spread."""
+    blocks = torch.randint(0, 256, (num_experts, outs, ins // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(127 - 5 - spread, 127 - 5 + 1, (num_experts, outs, ins // 32), dtype=torch.uint8)
+    return blocks, scales
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+    reference = make_tiny(tmp_path, "gpt-oss", hidden_size=96, intermediate_size=64, num_local_experts=3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, ins, outs = tensors.pop(name).shape
+        blocks, scales = random_mxfp4(num_experts, outs, ins, 3)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        reference.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": not_converted}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path, reference
+
+
+def test_mxfp4_experts_give_the_logits_of_transformers(folder: tuple[Path, torch.nn.Module]) -> None:
+    path, reference = folder
+    built = build_engine(path, SETTINGS)
+    token_ids = torch.randint(0, built.vocab_size, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0]
+    assert (prompt_logits(built, token_ids, 23) - expected).abs().max() < 1e-4
+
+
+def test_a_missing_scale_is_named(folder: tuple[Path, torch.nn.Module]) -> None:
+    path, _reference = folder
+    tensors = load_file(path / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.experts.down_proj_scales")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFilesError, match=r"missing.*model\.layers\.1\.mlp\.experts\.down_proj_scales"):
+        build_engine(path, SETTINGS)
+
+
+@pytest.mark.parametrize("alternates", [False, True])
+@pytest.mark.parametrize("spread", [0, 14])
+def test_mxfp4_fits_into_float8(alternates: bool, spread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    num_experts, outs, ins = 3, 12, 96
+    blocks, scales = random_mxfp4(num_experts, outs, ins, spread)
+    storage, parts = Mxfp4Experts(num_experts, alternates), (num_experts * outs,)
+    tensors = {"blocks": blocks, "scales": scales}
+    plain = storage.ready(tensors, parts, ins, torch.float32, None)
+    monkeypatch.setattr(expert_storage, "has_kernels", lambda x, dtype: True)
+    weight = storage.ready(tensors, parts, ins, torch.bfloat16, None)
+    assert isinstance(weight, QuantWeight)
+    assert isinstance(plain, Tensor)
+    assert torch.equal(dequantise_ref(weight, torch.float32), plain)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    fused = FusedExperts(num_experts, alternates).ready({"weight": expected.clone()}, parts, ins, torch.float32, None)
+    assert isinstance(fused, Tensor)
+    assert torch.equal(fused, plain)
+
+
+def test_smaller_scales_are_rounded_below_the_last_bit_of_the_largest() -> None:
+    blocks, scales = torch.full((1, 1, 2, 16), 0x77, dtype=torch.uint8), torch.tensor([[[127, 127 - 40]]]).byte()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_storage, "has_kernels", lambda x, dtype: True)
+        weight = Mxfp4Experts(1).ready({"blocks": blocks, "scales": scales}, (1,), 64, torch.bfloat16, None)
+    assert isinstance(weight, QuantWeight)
+    found = dequantise_ref(weight, torch.float32)[0]
+    assert found[:32].tolist() == [6.0] * 32
+    assert found[32:].abs().max() <= 6 * 2.0**-15

@@ -1,0 +1,149 @@
+"""Plans as bytes, the ring that carries them, and the watch that compares what ranks received."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import pytest
+
+from stoker.base.ids import BlockId, Row
+from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
+from stoker.parallel.rank_link import Kind, LinkMessage
+from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
+from stoker.parallel.ring import RingFiles, RingFull, RingReader, RingWriter
+from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
+from stoker.sched.request import GrammarSpec, SamplingParams
+
+
+def random_plan(rng: random.Random) -> StepPlan:
+    def numbers(most: int = 5) -> list[int]:
+        return [rng.randrange(1 << 20) for _ in range(rng.randint(0, most))]
+
+    spans = [
+        Span(Row(i), rng.randrange(99), rng.randint(1, 4), rng.random() < 0.5, rng.randrange(3), rng.randrange(2))
+        for i in range(rng.randint(0, 4))
+    ]
+    grammar = rng.choice([None, GrammarSpec("json_schema", '{"ü": 1}'), GrammarSpec("json_object")])
+    sampling = SamplingParams(
+        temperature=rng.random(),
+        top_k=rng.randrange(9),
+        seed=rng.randrange(1 << 63) - (1 << 62),
+        logit_bias={token: rng.uniform(-5, 5) for token in numbers()},
+        num_logprobs=rng.choice([None, 0, 3]),
+        stop_token_ids=tuple(numbers()),
+        grammar=grammar,
+    )
+    return StepPlan(
+        spans,
+        [rng.randrange(-9, 1000) for _ in range(rng.randint(0, 8))],
+        [Row(row) for row in numbers()],
+        [NewRow(Row(1), sampling, numbers(), 1, 7) for _ in range(rng.randint(0, 2))],
+        [BlockTableChange(Row(2), 3, [BlockId(block) for block in numbers()])],
+        [BlockCopy(BlockId(1), BlockId(2))] * rng.randint(0, 2),
+        [BlockId(block) for block in numbers()],
+        [],
+        [TapeUpload(Row(3), 4, numbers())] * rng.randint(0, 2),
+        rng.randrange(5),
+    )
+
+
+def test_a_plan_survives_as_bytes() -> None:
+    rng = random.Random(0)
+    for step in range(200):
+        frame = Frame(RankCommand.STEP, step, random_plan(rng))
+        assert decode(encode(frame)) == frame
+    assert decode(encode(Frame(RankCommand.FINISH, 7))) == Frame(RankCommand.FINISH, 7)
+
+
+def test_damaged_plans_are_refused_and_nothing_else_happens() -> None:
+    rng, refused = random.Random(1), 0
+    for _ in range(2000):
+        data = bytearray(encode(Frame(RankCommand.STEP, 1, random_plan(rng))))
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            data = data[: rng.randrange(len(data))]
+        try:
+            decode(bytes(data))
+        except FrameError:
+            refused += 1
+    assert refused > 500
+
+
+def test_every_reader_gets_every_frame_in_order() -> None:
+    rng, files = random.Random(2), RingFiles.create(2)
+    writer = RingWriter(files, 4096, 5.0)
+    frames = [os.urandom(rng.choice([0, 7, 1500, 20_000])) for _ in range(200)]  # some are longer than the ring
+    got: list[list[bytes]] = [[], []]
+
+    def read(index: int) -> None:
+        reader = RingReader(files.memory, files.events[index], index, 2)
+        while len(got[index]) < len(frames):
+            frame = reader.receive(5.0)
+            assert frame is not None
+            got[index].append(frame)
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for frame in frames:
+        writer.send(frame)
+    for thread in threads:
+        thread.join(10)
+    assert got == [frames, frames]
+    files.close()
+
+
+def test_a_reader_that_stops_does_not_block_the_writer_for_ever() -> None:
+    files = RingFiles.create(1)
+    writer = RingWriter(files, 1024, 0.05)
+    reader = RingReader(files.memory, files.events[0], 0, 1)
+    assert reader.receive(0.01) is None
+    writer.send(bytes(200))
+    with pytest.raises(RingFull, match="reader 0 has not read 1,000 bytes"):
+        writer.send(bytes(2000))
+    assert reader.receive(0.01) == bytes(200)
+    files.close()
+
+
+def test_a_silent_rank_is_named_and_a_late_check_blames_no_one() -> None:
+    watch = RankWatch(3, 4.0, 60.0, 0.0)
+    for rank in (1, 2):
+        watch.received(rank, LinkMessage(Kind.READY), 0.0)
+    now = 0.0
+    while now < 3.9:
+        now += CHECK_EVERY_S
+        watch.received(2, LinkMessage(Kind.BEAT), now)
+        verdict = watch.check(now)
+        assert (verdict is None) == (now < 4.0)
+    assert watch.verdict == "rank 1 is lost: it sent no heartbeat for 4.0 s (limit 4 s)"
+    late = RankWatch(2, 4.0, 60.0, 0.0)
+    late.received(1, LinkMessage(Kind.READY), 0.0)
+    assert late.check(100.0) is None  # this process did not run; nor could it read the beats
+
+
+def test_the_first_reason_counts() -> None:
+    watch = RankWatch(3, 4.0, 60.0, 0.0)
+    watch.ended(1, -9)
+    watch.received(2, LinkMessage(Kind.FAILED, text="connection reset"), 0.1)
+    assert watch.verdict == "rank 1 is lost: its process ended with exit code -9"
+
+
+@pytest.mark.parametrize("first", ["rank 0", "rank 1"])
+def test_other_digests_name_the_rank_and_the_step(first: str) -> None:
+    watch = RankWatch(3, 4.0, 60.0, 0.0)
+    digest = digest_of(b"plan")
+    watch.expect(Kind.RECEIVED, 1, digest)
+    watch.received(1, LinkMessage(Kind.RECEIVED, 1, digest), 0.0)
+    watch.received(2, LinkMessage(Kind.RECEIVED, 1, digest), 0.0)
+    actions = [
+        lambda: watch.expect(Kind.SAMPLED, 2, 5),
+        lambda: watch.received(2, LinkMessage(Kind.SAMPLED, 2, 6), 0.0),
+    ]
+    for action in actions if first == "rank 0" else actions[::-1]:
+        assert watch.verdict is None
+        action()
+    assert watch.verdict is not None
+    assert watch.verdict.startswith("rank 2 has diverged: in step 2 it sampled other tokens than rank 0")
