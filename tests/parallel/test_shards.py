@@ -10,19 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-<<<<<<< HEAD
 from bench.support.large_checkpoint import CONFIG
-from stoker.base.errors import ConfigError
-from stoker.models.family import MODELS, Rule, family_of
-from stoker.parallel.shard import Piece, RankLayout, Shard, shards_of, split_layers
-from tests.parallel.rank_cases import CHANGES
-=======
 from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.models.family import MODELS, ModelFamily, Rule, family_of
 from stoker.parallel.shard import Piece, RankLayout, Shard, shards_of, split_layers
-from tests.models.large_checkpoint import CONFIG
 from tests.parallel.rank_cases import CANDIDATES
->>>>>>> ranks
 from tests.tiny import SHAPE, SHAPES
 
 

@@ -27,7 +27,7 @@ _REASONS: dict[LossCause, str] = {
     "forgotten": why.UNKNOWN,
 }
 _END = float("inf")
-_SHORT = (Cut(_END, why.PARTIAL_BLOCK),)
+_SHORT: tuple[Cut, ...] = ((_END, why.PARTIAL_BLOCK, ""),)
 _NO_MATCH = Match()
 _AFTER_ROUTING = "after routing"
 _OPTIONS = "options"  # such as `chat_template_kwargs`, which no hash of a part contains
@@ -70,29 +70,34 @@ class CacheDoctor:
         """Yield the ranges of a prompt. `block` is the size of a block in tokens."""
         full = (turn.num_tokens - 1) // block * block  # at least the last token is always computed
         num_held = 0
-        for one in _held(route):
-            num_held = max(num_held, int(one.end))
-            yield Cut(min(one.end * block, full), one.reason, one.place)
+        if route.matches:
+            for end, reason, place in _held(route):
+                if end > num_held:
+                    num_held = int(end)
+                    yield min(end * block, full), reason, place
         lost = self._losses.run_of(keys, num_held, route.routed_s)
         for number, loss in enumerate(lost, num_held + 1):
-            yield Cut(min(number * block, full), *_reason(loss, route.routed_s))
-        for one in _never_sent(turn, found, keys, block, has_known_start=num_held + len(lost) > 0):
-            yield Cut(min(one.end, full), one.reason, one.place)
-        yield Cut(_END, why.PARTIAL_BLOCK)
+            yield min(number * block, full), *_reason(loss, route.routed_s)
+        known = (num_held + len(lost)) * block
+        for end, reason, place in _never_sent(turn, found, keys, block, has_known_start=known > 0):
+            if end > known:
+                yield (end if end < full else full), reason, place
+                if end >= full:
+                    break
+        yield _END, why.PARTIAL_BLOCK, ""
 
 
 def _held(route: Route) -> Iterator[Cut]:
     """Yield what the workers held when the route was chosen, in blocks."""
     leg = route.prefill or route.decode
     chosen = route.matches.get(leg.worker.worker_id, _NO_MATCH)
-    yield Cut(leg.confirmed_blocks, why.EVICTED, _AFTER_ROUTING)
-    yield Cut(chosen.device_blocks, why.PENDING)
-    yield Cut(chosen.blocks, why.NOT_LOADED)
-    if route.matches:
-        candidates = {reason.worker_id for reason in route.reasons}
-        usable = [match.blocks for worker_id, match in route.matches.items() if worker_id in candidates]
-        yield Cut(max(usable, default=0), why.ROUTED_FOR_LOAD)
-        yield Cut(max(match.blocks for match in route.matches.values()), why.HELD_ELSEWHERE)
+    yield leg.confirmed_blocks, why.EVICTED, _AFTER_ROUTING
+    yield chosen.device_blocks, why.PENDING, ""
+    yield chosen.blocks, why.NOT_LOADED, ""
+    candidates = {reason.worker_id for reason in route.reasons}
+    usable = [match.blocks for worker_id, match in route.matches.items() if worker_id in candidates]
+    yield max(usable, default=0), why.ROUTED_FOR_LOAD, ""
+    yield max([match.blocks for match in route.matches.values()]), why.HELD_ELSEWHERE, ""
 
 
 def _reason(loss: BlockLoss, now: float) -> tuple[str, str]:
@@ -106,21 +111,21 @@ def _never_sent(
     """Yield the reasons for blocks that no worker is known to have had, in tokens."""
     if found is None:
         # A prompt without messages has no conversation. It continues what was sent before if its start is known.
-        yield Cut(_END, why.NEW if turn.parts is None and has_known_start else why.FIRST_TURN)
+        yield _END, why.NEW if turn.parts is None and has_known_start else why.FIRST_TURN, ""
         return
     earlier = found.earlier
     sent = earlier.num_blocks * block
     if found.relation == "salted":
-        yield Cut(sent, why.SALTED)
+        yield sent, why.SALTED, ""
     elif found.relation == "changed":
-        yield Cut(sent, why.CHANGED, found.place)
+        yield sent, why.CHANGED, found.place
     else:
         shared = earlier.shared_blocks(keys)
         if shared + 2 * earlier.stride < min(earlier.num_blocks, len(keys)):
-            yield Cut(sent, why.CHANGED, _OPTIONS)
+            yield sent, why.CHANGED, _OPTIONS
         else:
-            yield Cut(min(shared, earlier.num_blocks) * block, why.EVICTED)
+            yield min(shared, earlier.num_blocks) * block, why.EVICTED, ""
         answered = earlier.num_tokens + earlier.answer_tokens
-        yield Cut((answered - 1) // block * block, why.ANSWER_CHANGED)
-        yield Cut(answered, why.PARTIAL_BLOCK)
-    yield Cut(_END, why.NEW)
+        yield (answered - 1) // block * block, why.ANSWER_CHANGED, ""
+        yield answered, why.PARTIAL_BLOCK, ""
+    yield _END, why.NEW, ""

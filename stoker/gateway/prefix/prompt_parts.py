@@ -70,7 +70,7 @@ def _hashes(field: Raw | UnsetType, has_marks: bool, stable: StableJson | None =
     if isinstance(field, UnsetType):
         return _NOTHING
     view = memoryview(field)
-    if len(view) > _MAX_BYTES or bytes(view).count(b",") > _MAX_COMMAS:
+    if len(view) > _MAX_BYTES or (len(view) > 2 * _MAX_COMMAS and bytes(view).count(b",") > _MAX_COMMAS):
         raise msgspec.DecodeError(f"{len(view)} bytes are too many to compare")
     if stable is not None:
         view = stable.of(view)

@@ -104,7 +104,7 @@ class ScriptedModel(nn.Module):
         self._shape = shape
         self.pace = nn.Parameter(torch.empty(1), requires_grad=False)  # a model must have weights
 
-    def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = ()) -> Tensor:
+    def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = (), entering: Tensor | None = None) -> Tensor:
         """Return the digits of each token's successor."""
         where = batch.groups[0]
         states = self._states(batch.token_ids.tolist(), batch.positions.tolist(), where)
@@ -135,6 +135,9 @@ class ScriptedModel(nn.Module):
         logits = hidden.new_zeros(len(ids), self._shape.vocab_size)
         logits[range(len(ids)), ids] = _LOGIT
         return logits
+
+    def join(self, mesh: object) -> None:
+        """Give a rank the other ranks. This model runs on one."""
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         pass
