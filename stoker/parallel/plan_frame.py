@@ -11,18 +11,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from stoker.base.errors import StokerError
 from stoker.base.ids import BlockId, Row
 from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
-from stoker.sched.request import GrammarKind, GrammarSpec, SamplingParams
+from stoker.sched.request import GrammarKind, GrammarSpec, InputGrammar, SamplingParams, TextGrammar
 
 _HEAD = struct.Struct("<4sHHqqqq")  # magic, version, command, step, counts of integers, floats and bytes of text
 _MAGIC, _VERSION = b"STKR", 1
 _KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
+_SYNTAXES: tuple[Literal["lark", "regex"], ...] = ("lark", "regex")
 _NONE = -(1 << 62)  # an integer that is None
 
 
@@ -219,7 +220,26 @@ def _put_sampling(writer: _FrameWriter, sampling: SamplingParams) -> None:
     writer.floats += sampling.logit_bias.values()
     writer.put(-1 if sampling.grammar is None else _KINDS.index(sampling.grammar.kind))
     if sampling.grammar is not None:
-        writer.put_text(sampling.grammar.text)
+        _put_grammar(writer, sampling.grammar)
+
+
+def _put_grammar(writer: _FrameWriter, spec: GrammarSpec) -> None:
+    writer.put_text(spec.text)
+    writer.put(spec.allows_text, len(spec.inputs))
+    for one in spec.inputs:
+        writer.put(_SYNTAXES.index(one.grammar.syntax))
+        writer.put_text(one.begin)
+        writer.put_text(one.grammar.definition)
+
+
+def _take_grammar(reader: _FrameReader, kind: GrammarKind) -> GrammarSpec:
+    text = reader.text()
+    allows_text, num_inputs = reader.take(2)
+    inputs = []
+    for _ in range(num_inputs):
+        syntax = _SYNTAXES[reader.one()]
+        inputs.append(InputGrammar(reader.text(), TextGrammar(syntax, reader.text())))
+    return GrammarSpec(kind, text, bool(allows_text), tuple(inputs))
 
 
 def _take_sampling(reader: _FrameReader) -> SamplingParams:
@@ -236,5 +256,5 @@ def _take_sampling(reader: _FrameReader) -> SamplingParams:
         min_tokens=min_tokens,
         stop_token_ids=stops,
         logit_bias=bias,
-        grammar=None if kind < 0 else GrammarSpec(_KINDS[kind], reader.text()),
+        grammar=None if kind < 0 else _take_grammar(reader, _KINDS[kind]),
     )

@@ -14,7 +14,7 @@ from stoker.parallel.rank_link import Kind, LinkMessage
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
 from stoker.parallel.ring import RingFiles, RingFull, RingReader, RingWriter
 from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
-from stoker.sched.request import GrammarSpec, SamplingParams
+from stoker.sched.request import GrammarSpec, InputGrammar, SamplingParams, TextGrammar
 
 
 def random_plan(rng: random.Random) -> StepPlan:
@@ -25,7 +25,15 @@ def random_plan(rng: random.Random) -> StepPlan:
         Span(Row(i), rng.randrange(99), rng.randint(1, 4), rng.random() < 0.5, rng.randrange(3), rng.randrange(2))
         for i in range(rng.randint(0, 4))
     ]
-    grammar = rng.choice([None, GrammarSpec("json_schema", '{"ü": 1}'), GrammarSpec("json_object")])
+    inputs = (InputGrammar("<call>", TextGrammar("lark", 'start: "ä"')), InputGrammar("[", TextGrammar("regex", "a+")))
+    grammar = rng.choice(
+        [
+            None,
+            GrammarSpec("json_schema", '{"ü": 1}'),
+            GrammarSpec("json_object"),
+            GrammarSpec("structural_tag", "{}", allows_text=True, inputs=inputs),
+        ]
+    )
     sampling = SamplingParams(
         temperature=rng.random(),
         top_k=rng.randrange(9),
@@ -40,9 +48,9 @@ def random_plan(rng: random.Random) -> StepPlan:
         [rng.randrange(-9, 1000) for _ in range(rng.randint(0, 8))],
         [Row(row) for row in numbers()],
         [NewRow(Row(1), sampling, numbers(), 1, 7) for _ in range(rng.randint(0, 2))],
-        [BlockTableChange(Row(2), 3, [BlockId(block) for block in numbers()])],
-        [BlockCopy(BlockId(1), BlockId(2))] * rng.randint(0, 2),
-        [BlockId(block) for block in numbers()],
+        [BlockTableChange(Row(2), 3, [BlockId(block) for block in numbers()], rng.randrange(3))],
+        [BlockCopy(BlockId(1), BlockId(2), rng.randrange(3))] * rng.randint(0, 2),
+        [[BlockId(block) for block in numbers()] for _ in range(rng.randint(0, 3))],
         [],
         [TapeUpload(Row(3), 4, numbers())] * rng.randint(0, 2),
         rng.randrange(5),

@@ -62,6 +62,8 @@ def assert_same(got: list[LLMOutput], wanted: list[LLMOutput], cancelled: int | 
 CASES = [
     (name, layout) for name in SHAPES for layout in ("tp2", "tp2 pp2", *(["ep2", "tp4 ep2"] if "moe" in name else []))
 ]
+# What families accept that cannot be split in other ways.
+CASES += [(name, layout) for name in ("gpt-oss", "llama4-scout") for layout in ("ep2", "pp2")] + [("minimax-m2", "pp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), [*CASES, ("llama", "pp2"), ("llama", "tp4"), ("llama", "pp4")])
