@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.base.errors import ModelFilesError
+from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.base.output import print_result
 from stoker.base.paths import expand_home
 
@@ -20,7 +20,7 @@ NAME = "plan"
 HELP = "show how a model can be split over GPUs, and what fits"
 DESCRIPTION = """Show every layout of a model on some GPUs: what weights and working memory take, how many tokens of KV are left,
 and an estimate of the speed. Memory is computed as a worker computes it at its start. Only config.json is read, and no GPU is
-needed. The layout marked with * is proposed. EXAMPLE: stoker plan ./Kimi-K2.5 --gpus 8xH200"""
+needed. The layout marked with * is proposed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="A folder with config.json, a config.json file, or a name on the Hugging Face hub.",
     )
     parser.add_argument(
-        "--gpus", required=True, metavar="GPUS", help="Machines of GPUs: 8xH100, or 8xH200,8xH200 for two machines."
+        "--gpus", metavar="GPUS", help="Machines of GPUs: 8xH100, or 8xH200,8xH200 for two machines. It is required."
     )
     parser.add_argument(
         "--context", type=int, metavar="TOKENS", help="Length of the sequences to plan for. The default is 32768."
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     from stoker.planner.gpus import parse_gpus
     from stoker.planner.layouts import plan_layouts
 
+    if args.gpus is None:
+        raise ConfigError("give the GPUs to plan for, for example --gpus 8xH100")
     gpus = parse_gpus(args.gpus)
     path = _config_path(args)
     plan = plan_layouts(_read_config(path), args.model, gpus, args.context)

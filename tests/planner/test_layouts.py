@@ -46,19 +46,22 @@ def test_scout_needs_unbounded_kv_for_a_quarter_of_its_layers_only() -> None:
     pp2 = only(plan, tp=1, pp=2)
     assert pp2.fits
     assert pp2.kv_gib_total > 56
-    assert pp2.kv_tokens > 900_000
+    assert pp2.kv_tokens > 700_000, "with 1 GiB per sequence for the layers with chunks, half of the memory at most"
 
 
-def test_a_small_model_gets_a_worker_on_every_gpu() -> None:
+def test_the_fastest_layout_that_is_served_is_picked() -> None:
     plan = plan_layouts(LLAMA_8B, "8b", parse_gpus("4xH100"))
     assert plan.picked is not None
-    assert (plan.layouts[plan.picked].tp, plan.layouts[plan.picked].workers) == (1, 4)
-    assert 14.5 < plan.layouts[plan.picked].weights_gib_per_gpu < 15.5
+    rates = [one.decode_tokens_per_s for one in plan.layouts if one.served]
+    assert plan.layouts[plan.picked].decode_tokens_per_s == max(rates)
+    alone = only(plan, tp=1, pp=1)
+    assert alone.workers == 4
+    assert 14.5 < alone.weights_gib_per_gpu < 15.5
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("8H100", "not COUNTxKIND"), ("8xH999", "known are"), ("0xH100", "give 1 to"), ("8xH100,8xH200", "one kind")],
+    [("8 H100", "not COUNTxKIND"), ("8H100", "known are"), ("8xH999", "known are"), ("0xH100", "give 1 to"), ("8xH100,8xH200", "one kind")],
 )
 def test_wrong_gpus_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -68,7 +71,7 @@ def test_wrong_gpus_are_refused(text: str, message: str) -> None:
 def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["plan", str(tmp_path), "--gpus", "2xH100"]) == 0
-    assert f"Run 2 of: stoker serve {tmp_path}" in capsys.readouterr().out
+    assert f" of: stoker serve {tmp_path}" in capsys.readouterr().out
     assert main(["plan", str(tmp_path), "--gpus", "2xH100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     layout = found["layouts"][found["picked"]]
