@@ -40,9 +40,10 @@ class Sequences:
         places = iter(generator.sample(range(sum(counts)), sum(counts)))
         self._blocks = [[BlockId(next(places)) for _ in range(count)] for count in counts]
         self._kv = DeviceKv(built.layout, sum(counts), CPU)
-        self._rows = RowTable(len(counts), max(counts), built.vocab_size, CPU, NoGrammars())
+        sets = range(len(self._kv.sets))
+        self._rows = RowTable(len(counts), max(counts), built.vocab_size, CPU, NoGrammars(), num_sets=len(sets))
         new = [NewRow(Row(i), SamplingParams(), tokens, len(tokens), 1) for i, tokens in enumerate(self._tokens)]
-        tables = [BlockTableChange(Row(i), 0, blocks) for i, blocks in enumerate(self._blocks)]
+        tables = [BlockTableChange(Row(i), 0, blocks, one) for i, blocks in enumerate(self._blocks) for one in sets]
         self._rows.apply(StepPlan([], [], new_rows=new, block_table_changes=tables))
 
     @torch.inference_mode()
@@ -58,7 +59,8 @@ class Sequences:
                 logits[number].append(rows)
                 done[number] += count
         rows = [torch.cat(parts)[length:] for parts, length in zip(logits, PROMPTS, strict=True)]
-        return rows, [self._kv.blocks[blocks].clone() for blocks in self._blocks]
+        sets = self._kv.sets
+        return rows, [torch.cat([one.blocks[blocks].flatten() for one in sets]) for blocks in self._blocks]
 
 
 def prefill() -> list[Step]:
