@@ -57,7 +57,7 @@ def test_a_gpu_step_is_waited_for_even_if_it_samples_nothing(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     # float64 uses the reference kernels, without graphs.
     blocks = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
-    group = SimpleNamespace(block_tokens=4, width=2)
+    group = SimpleNamespace(block_tokens=4, width=2, kind="full")
     kv: Any = SimpleNamespace(
         sets=[],
         device="cuda",

@@ -58,7 +58,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "forced": (CHAT, USER | {"max_tokens": 60, "tools": TOOLS, "tool_choice": "required"}),
     "schema": (CHAT, USER | {"max_tokens": 50, "response_format": SCHEMA, "temperature": 1.5}),
     "echo": (COMPLETIONS, {"prompt": "Once upon a time", "echo": True, "max_tokens": 16, "ignore_eos": True}),
-    "responses": (RESPONSES, {"input": "Tell me", "max_output_tokens": 16, "ignore_eos": True}),
+    # A worker alone stores no responses.
+    "responses": (RESPONSES, {"input": "Tell me", "max_output_tokens": 16, "ignore_eos": True, "store": False}),
     "multi-turn": (CHAT, {"messages": TURNS, "max_tokens": 20} | GREEDY),
     "called": (CHAT, {"messages": CALLED, "tools": TOOLS, "max_tokens": 20} | GREEDY),
     "two": (CHAT, USER | {"n": 2, "max_tokens": 16, "temperature": 1.2, "ignore_eos": True}),
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_output_tokens": 60,
             "tools": [{"type": "function"} | WEATHER],
             "tool_choice": "required",
+            "store": False,
         },
     ),
     "user-salt": (CHAT, USER | {"max_tokens": 8, "cache_salt": "mine", "ignore_eos": True}),

@@ -41,7 +41,7 @@ def no_memory() -> None:
     def refuse(*args: Any) -> int:
         raise MemoryError("no room for this rank")
 
-    part.num_blocks = refuse
+    part.blocks_per_set = refuse
 
 
 HOW: dict[str, Callable[[], None]] = {

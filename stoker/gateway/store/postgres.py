@@ -21,9 +21,10 @@ try:
     from psycopg.errors import QueryCanceled
 except ImportError as error:
     from stoker.base.errors import ConfigError
+    from stoker.base.extras import install_command
 
     raise ConfigError(
-        "store: a postgresql:// URL needs the package psycopg; install it with `pip install 'stoker[postgres]'`"
+        f"store: a postgresql:// URL needs the package psycopg; install it with `{install_command('postgres')}`"
     ) from error
 
 from stoker.base.errors import ConfigError
