@@ -368,7 +368,7 @@ def part_of(size: int, piece: Piece) -> range:
 
 def cut_of(axis: int, part: range, size: int) -> SourceSlice | None:
     """Return the slice of a checkpoint tensor that has a rank's part of an axis. None: all of it."""
-    return None if len(part) == size else SourceSlice(axis, part.start, len(part))
+    return None if len(part) == size else SourceSlice(axis, part.start, len(part), size)
 
 
 def _renumbered(target: str, first_layer: int) -> str:

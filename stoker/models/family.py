@@ -22,11 +22,13 @@ from stoker.parallel.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class SourceSlice:
-    """The part of a checkpoint tensor that a rank takes: `count` entries of an axis, from `first` on."""
+    """The part of a checkpoint tensor that a rank takes: `count` entries of an axis, from `first` on. The axis has `of`
+    entries."""
 
     axis: int
     first: int
     count: int
+    of: int
 
 
 @dataclass(slots=True)  # not frozen, for speed: large models have 200,000 of them

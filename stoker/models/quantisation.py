@@ -190,7 +190,7 @@ def _taken_tensors(
                 cut = _cut(stored, f"{target}.{name}", axis, whole.shape[axis], size, wanted)
         taken[name] = (rows[name].shape[0], cut)
     if bias:
-        taken["bias"] = (len(outs), None if len(outs) == part else SourceSlice(0, outs.start, len(outs)))
+        taken["bias"] = (len(outs), None if len(outs) == part else SourceSlice(0, outs.start, len(outs), part))
     return taken
 
 
@@ -203,7 +203,8 @@ def _cut(stored: Stored, name: str, axis: int, entries: int, size: int, wanted: 
             f"{name}: a rank would get {len(wanted)} of {size} values, and {block} of them share a scale or a word; use fewer "
             "ranks"
         )
-    return SourceSlice(axis, wanted.start // block, -(-wanted.stop // block) - wanted.start // block)
+    first = wanted.start // block
+    return SourceSlice(axis, first, -(-wanted.stop // block) - first, entries)
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
