@@ -179,3 +179,30 @@ def test_every_family_refuses_what_it_cannot_read_at_once(hf: dict[str, Any]) ->
         config = {**hf, name: value}
         with suppress(ModelFilesError):
             family_of({**config, "text_config": config}, "config.json")
+
+
+FP8_GROUP = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": FP8_GROUP}}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "named"),
+    [
+        ({"quant_method": "fp8", "modules_to_not_convert": 5}, "modules_to_not_convert"),
+        ({"quant_method": "fp8", "ignored_layers": [5]}, "ignored_layers"),
+        ({"quant_method": "gguf", "group_size": 32}, "modules"),
+        ({**COMPRESSED, "config_groups": None}, "config_groups"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "targets": [5]}}}, "targets"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "targets": ["re:((("]}}}, "regular expression"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "weights": "x"}}}, "weights"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "weights": {"group_size": "x"}}}}, "group_size"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "input_activations": "x"}}}, "input_activations"),
+        ({**COMPRESSED, "sparsity_config": "x"}, "sparsity_config"),
+        ({**COMPRESSED, "transform_config": [1]}, "transform_config"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"r": {"apply": 5}}}}, "apply"),
+    ],
+)
+def test_a_wrong_field_of_the_quantisation_is_named(quantisation: dict[str, Any], named: str) -> None:
+    family_of(RIGHT | {"quantization_config": COMPRESSED}, "config.json")
+    with pytest.raises(ModelFilesError, match=named):
+        family_of(RIGHT | {"quantization_config": quantisation}, "config.json")
