@@ -87,6 +87,21 @@ def tokenizer_file(folder: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a model's file. Raises ModelFilesError if it cannot be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFilesError(
+            f"{path} cannot be read ({error.strerror or error}); check that the path is a model folder"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise ModelFilesError(f"{path} does not contain a JSON object; download it again")
+    return content
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return a model's weight files in reading order, or [] if the index cannot be read."""
     try:

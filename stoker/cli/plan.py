@@ -72,7 +72,7 @@ def _config_path(args: argparse.Namespace) -> Path:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         hf = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} cannot be read: {error}") from error
     if not isinstance(hf, dict):
         raise ModelFilesError(f"{path} does not contain a JSON object")

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from stoker.base.errors import ModelFilesError
-from stoker.checkpoint.weight_files import tokenizer_file
+from stoker.checkpoint.weight_files import read_json_object, tokenizer_file
 from stoker.engine.cpu_weights import CpuWeights
 from stoker.engine.memory import ResolvedSettings
 from stoker.kv.blocks.layout import KvLayout
@@ -22,18 +21,7 @@ _PROBES, _PROBE_BYTES = 16, 4096  # parts of each weight file that go into the d
 
 def read_hf_config(folder: Path) -> Mapping[str, Any]:
     """Return the model folder's config.json. Raises ModelFilesError if it cannot be read."""
-    path = folder / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelFilesError(
-            f"{path} cannot be read ({error.strerror}); check that the path is a model folder"
-        ) from error
-    except ValueError as error:
-        raise ModelFilesError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(hf, dict):
-        raise ModelFilesError(f"{path} does not contain a JSON object; download it again")
-    return hf
+    return read_json_object(folder / "config.json")
 
 
 def model_digest(folder: Path, hf: Mapping[str, Any], seed: int | None) -> str:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from stoker.base.errors import ModelFilesError
+from stoker.checkpoint.weight_files import read_json_object
 from stoker.models.family import family_of
 
 REFUSED = 3
@@ -18,7 +19,7 @@ REFUSED = 3
 
 def main(config: Path) -> int:
     try:
-        family_of(json.loads(config.read_bytes()), str(config))
+        family_of(read_json_object(config), str(config))
     except ModelFilesError as error:
         print(json.dumps({"message": error.message, "code": error.code}))
         return REFUSED

@@ -46,7 +46,6 @@ _UNSUPPORTED = {
     "sliding_window": "sliding-window attention",
     "swiglu_limit": "a limit of the MLP's activation",
 }
-_MAX_DRAFTING = 16  # layers for drafts
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -123,7 +122,7 @@ class DeepseekV3(DecoderFamily):
         self.kv_groups = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
         names = DeepseekNames(config, self._prefix)
         self.rules = names.rules()
-        drafting = range(len(config.layers), len(config.layers) + _num_drafting(hf))
+        drafting = range(len(config.layers), len(config.layers) + read_count(hf, "num_nextn_predict_layers"))
         self.ignored = (
             names.ignored() | {f"{self._prefix}model.layers.{number}." for number in drafting} | self._not_text
         )
@@ -133,7 +132,7 @@ class DeepseekV3(DecoderFamily):
 
     def open_prediction(self, folder: Path) -> DraftCheckpoint:
         """See PredictsMore."""
-        if not _num_drafting(self._hf):
+        if not read_count(self._hf, "num_nextn_predict_layers"):
             raise ModelFilesError(
                 f"{folder}: config.json has no layer for drafts (num_nextn_predict_layers is 0); leave out the drafter 'mtp'"
             )
@@ -241,12 +240,3 @@ def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:
     num_experts, size = field(hf, "n_routed_experts", int), field(hf, "moe_intermediate_size", int)
     num_shared, routing = read_count(hf, "n_shared_experts"), read_sigmoid_routing(hf, num_experts)
     return MoeConfig(num_experts, size, routing, MlpConfig(num_shared * size) if num_shared else None)
-
-
-def _num_drafting(hf: Mapping[str, Any]) -> int:
-    """Return the number of layers for drafts."""
-    if (count := read_count(hf, "num_nextn_predict_layers")) > _MAX_DRAFTING:
-        raise ModelFilesError(
-            f"config.json: num_nextn_predict_layers is {count}, and at most {_MAX_DRAFTING} are supported"
-        )
-    return count

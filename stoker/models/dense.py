@@ -47,7 +47,12 @@ def read_config(
 def read_head_dim(hf: Mapping[str, Any]) -> int:
     if hf.get("head_dim"):
         return int(field(hf, "head_dim", int))
-    return int(field(hf, "hidden_size", int) // field(hf, "num_attention_heads", int))
+    hidden_size, num_heads = field(hf, "hidden_size", int), field(hf, "num_attention_heads", int)
+    if num_heads > hidden_size:
+        raise ModelFilesError(
+            f"config.json: num_attention_heads {num_heads} is more than hidden_size {hidden_size}, and head_dim is missing"
+        )
+    return int(hidden_size // num_heads)
 
 
 def read_attention(hf: Mapping[str, Any], *, qk_norm: bool, rotated: int | None = None) -> AttentionConfig:
@@ -127,10 +132,7 @@ def read_rope(hf: Mapping[str, Any], max_positions: int, rotated: int | None = N
     """Read the rotary embedding settings. New configs use rope_parameters, old ones rope_theta and rope_scaling. A
     config that has both must agree, so that a scaling added by hand is not ignored. `rotated`: see `read_rotated`;
     None: the family rotates whole heads."""
-    scalings = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
-    for name, scaling in scalings.items():
-        if not isinstance(scaling, Mapping):
-            raise ModelFilesError(f"config.json: {name} must be an object, found {scaling!r}")
+    scalings = _scalings(hf)
     thetas = [place["rope_theta"] for place in (*scalings.values(), hf) if place.get("rope_theta") is not None]
     theta = field({"rope_theta": thetas[0] if thetas else 10_000.0}, "rope_theta", float)
     ropes = [_scaled_rope(scaling, theta, max_positions) for scaling in scalings.values()] or [RopeConfig(theta)]
@@ -139,6 +141,15 @@ def read_rope(hf: Mapping[str, Any], max_positions: int, rotated: int | None = N
     if rotated is None and (factor := _partial_rotary_factor(hf)) != 1.0:
         raise ModelFilesError(f"config.json: partial_rotary_factor {factor} is not supported: whole heads are rotated")
     return replace(ropes[0], rotated=rotated)
+
+
+def _scalings(hf: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the fields with rotary settings that are there."""
+    scalings = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    for name, scaling in scalings.items():
+        if not isinstance(scaling, Mapping):
+            raise ModelFilesError(f"config.json: {name} must be an object, found {scaling!r}")
+    return scalings
 
 
 def read_rotated(hf: Mapping[str, Any]) -> int:
@@ -154,7 +165,7 @@ def read_rotated(hf: Mapping[str, Any]) -> int:
 
 
 def _partial_rotary_factor(hf: Mapping[str, Any]) -> float:
-    places = (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, hf)
+    places = (*_scalings(hf).values(), hf)
     factors = [field(place, "partial_rotary_factor", float, 1.0) for place in places]
     return float(next((factor for factor in factors if factor != 1.0), 1.0))
 
@@ -357,7 +368,7 @@ def part_of(size: int, piece: Piece) -> range:
 
 def cut_of(axis: int, part: range, size: int) -> SourceSlice | None:
     """Return the slice of a checkpoint tensor that has a rank's part of an axis. None: all of it."""
-    return None if len(part) == size else SourceSlice(axis, part.start, len(part))
+    return None if len(part) == size else SourceSlice(axis, part.start, len(part), size)
 
 
 def _renumbered(target: str, first_layer: int) -> str:

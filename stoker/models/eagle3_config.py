@@ -21,7 +21,7 @@ from stoker.layers.attention import AttentionConfig
 from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.mlp import MlpConfig
 from stoker.models.dense import read_attention, read_config, read_mlp
-from stoker.models.family import ModelShape, field
+from stoker.models.family import ModelShape, field, list_field
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 _PLAIN_LLAMA = "LlamaForCausalLM"  # what EAGLE's own heads name; a draft_vocab_size tells them from a whole model
@@ -112,7 +112,7 @@ def _read_layer(hf: Mapping[str, Any]) -> tuple[AttentionConfig, MlpConfig, Deco
     for name in ("quantization_config", "compression_config"):
         if hf.get(name):
             raise ModelFilesError(f"config.json: {name} is not supported in a draft head; use its unquantised version")
-    if "sliding_attention" in (hf.get("layer_types") or ()):
+    if "sliding_attention" in list_field(hf, "layer_types"):
         raise ModelFilesError("config.json: sliding-window attention is not supported in a draft head (layer_types)")
     if (num_layers := field(hf, "num_hidden_layers", int, 1)) != 1:
         raise ModelFilesError(f"config.json: num_hidden_layers is {num_layers}, an EAGLE-3 head has 1")

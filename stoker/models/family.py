@@ -22,11 +22,13 @@ from stoker.parallel.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class SourceSlice:
-    """The part of a checkpoint tensor that a rank takes: `count` entries of an axis, from `first` on."""
+    """The part of a checkpoint tensor that a rank takes: `count` entries of an axis, from `first` on. The axis has `of`
+    entries."""
 
     axis: int
     first: int
     count: int
+    of: int
 
 
 @dataclass(slots=True)  # not frozen, for speed: large models have 200,000 of them
@@ -123,6 +125,26 @@ def family_of(hf: Mapping[str, Any], where: str) -> ModelFamily:
     )
 
 
+# The largest numbers of config.json, far above those of any model. A larger one would take all memory, or hours.
+_MAX_SIZE = 2**31 - 1
+_MAX_COUNTS = {
+    "num_hidden_layers": 1024,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+    "num_nextn_predict_layers": 16,
+    "num_mtp_modules": 16,
+}
+
+
+def list_field(hf: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a field of config.json that is a list. It is empty if the field is missing or null."""
+    value = hf.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ModelFilesError(f"config.json: {name!r} must be a list, found {value!r}")
+    return value or []
+
+
 def field(hf: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """Return a checked field of config.json. A wrong value is reported by name here instead of appearing later as a
     strange shape. A null field counts as missing."""
@@ -130,6 +152,8 @@ def field(hf: Mapping[str, Any], name: str, kind: type, default: Any = None) -> 
     value = default if value is None else value
     if value is None:
         raise ModelFilesError(f"config.json: {name!r} is missing")
+    if isinstance(value, int) and abs(value) > (most := _MAX_COUNTS.get(name, _MAX_SIZE)):
+        raise ModelFilesError(f"config.json: {name!r} must be at most {most}, found a larger number")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -15,7 +15,7 @@ from stoker.layers.moe import Clamp, MoeConfig, Routing
 from stoker.layers.quant import Stored
 from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import WeightNames, cut_of, model_shape, part_of, read_attention, read_config, with_stored
-from stoker.models.family import MODELS, Rule, field
+from stoker.models.family import MODELS, Rule, field, list_field
 from stoker.models.kv_kinds import read_kinds
 from stoker.parallel.shard import WHOLE, Shard
 
@@ -54,7 +54,7 @@ class GptOss(DecoderFamily):
         attention = replace(read_attention({"attention_bias": True, **hf}, qk_norm=False), sinks=True)
         moe = _read_moe(hf)
         num_layers = field(hf, "num_hidden_layers", int)
-        kinds = hf.get("layer_types") or [list(_LAYER_KINDS)[i % 2] for i in range(num_layers)]
+        kinds = list_field(hf, "layer_types") or [list(_LAYER_KINDS)[i % 2] for i in range(num_layers)]
         extents = {"window": field(hf, "sliding_window", int)} if "sliding_attention" in kinds else {}
         heads = (attention.num_kv_heads, attention.head_dim)
         self.kv_groups, groups = read_kinds(kinds, _LAYER_KINDS, extents, num_layers, *heads)

@@ -20,7 +20,7 @@ def read_kinds(
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise ModelFilesError(f"config.json: 'layer_types' must be a list of {num_layers}, found {layer_types!r}")
     for name in layer_types:
-        if name not in kinds:
+        if not isinstance(name, str) or name not in kinds:
             raise ModelFilesError(
                 f"config.json: layer_types has {name!r}, which is not supported; supported are {', '.join(kinds)}"
             )

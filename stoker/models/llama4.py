@@ -19,7 +19,7 @@ from stoker.layers.moe import MoeConfig, Routing
 from stoker.layers.quant import Stored
 from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import WeightNames, cut_of, model_shape, read_attention, read_config, with_stored
-from stoker.models.family import MODELS, Rule, field
+from stoker.models.family import MODELS, Rule, field, list_field
 from stoker.models.kv_kinds import read_kinds
 from stoker.parallel.shard import WHOLE, Shard
 
@@ -66,7 +66,7 @@ class Llama4(DecoderFamily):
     def __init__(self, hf: Mapping[str, Any]) -> None:
         num_layers = field(hf, "num_hidden_layers", int)
         rotates = _read_rotating(hf, num_layers)
-        kinds = hf.get("layer_types") or [list(_LAYER_KINDS)[0 if turns else 1] for turns in rotates]
+        kinds = list_field(hf, "layer_types") or [list(_LAYER_KINDS)[0 if turns else 1] for turns in rotates]
         if hf.get("attention_chunk_size") is None:
             kinds = ["full_attention"] * num_layers
         extents = {"chunk": field(hf, "attention_chunk_size", int)} if "chunked_attention" in kinds else {}
@@ -142,8 +142,8 @@ def _read_attentions(hf: Mapping[str, Any]) -> tuple[AttentionConfig, AttentionC
 def _read_rotating(hf: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return which layers have a rotary embedding. The field's name says the opposite of its values."""
     every = field(hf, "no_rope_layer_interval", int, 4)
-    found = hf.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
-    if not isinstance(found, list) or len(found) != num_layers or not all(turns in (0, 1) for turns in found):
+    found = list_field(hf, "no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
+    if len(found) != num_layers or not all(turns in (0, 1) for turns in found):
         raise ModelFilesError(
             f"config.json: 'no_rope_layers' must be a list of {num_layers} numbers, each 0 or 1, found {found!r}"
         )

@@ -23,7 +23,7 @@ from stoker.models.dense import (
     read_sigmoid_routing,
     with_stored,
 )
-from stoker.models.family import MODELS, field
+from stoker.models.family import MODELS, field, list_field
 from stoker.parallel.shard import WHOLE, Shard
 
 # What a field must say if it is there. Another value is another computation.
@@ -41,7 +41,7 @@ class MiniMaxM2(DecoderFamily):
         for name, served in _SERVED.items():
             if (found := hf.get(name)) is not None and found != served:
                 raise ModelFilesError(f"config.json: {name} {found!r} is not supported, only {served!r}")
-        if any(kind != 1 for kind in hf.get("attn_type_list") or ()):
+        if any(kind != 1 for kind in list_field(hf, "attn_type_list")):
             raise ModelFilesError("config.json: linear attention is not supported (attn_type_list)")
         rotated = read_rotated(hf)
         attention = replace(read_attention(hf, qk_norm=True, rotated=rotated), qk_norm=QkNorm.ALL)

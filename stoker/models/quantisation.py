@@ -16,7 +16,7 @@ from typing import Any
 
 from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.layers.quant import PLAIN, Fp8, Grouped, Int4, Stored
-from stoker.models.family import Rule, SourceSlice, field
+from stoker.models.family import Rule, SourceSlice, field, list_field
 
 _SUPPORTED = (
     "supported are fp8 (one scale per tensor, per output, or per 128x128 block), and compressed-tensors' "
@@ -44,7 +44,13 @@ class Names:
         """Read names as compressed-tensors writes them: a module's name or, after `re:`, a regular expression that
         matches its beginning."""
         patterns = [name for name in names if name.startswith("re:")]
-        return cls(frozenset(names) - frozenset(patterns), tuple(re.compile(name[3:]) for name in patterns))
+        try:
+            compiled = tuple(re.compile(name[3:]) for name in patterns)
+        except re.error as error:
+            raise ModelFilesError(
+                f"config.json: quantization_config has an invalid regular expression {error.pattern!r}: {error}"
+            ) from error
+        return cls(frozenset(names) - frozenset(patterns), compiled)
 
     @classmethod
     def read_parts(cls, names: Sequence[str]) -> Names:
@@ -190,7 +196,7 @@ def _taken_tensors(
                 cut = _cut(stored, f"{target}.{name}", axis, whole.shape[axis], size, wanted)
         taken[name] = (rows[name].shape[0], cut)
     if bias:
-        taken["bias"] = (len(outs), None if len(outs) == part else SourceSlice(0, outs.start, len(outs)))
+        taken["bias"] = (len(outs), None if len(outs) == part else SourceSlice(0, outs.start, len(outs), part))
     return taken
 
 
@@ -203,7 +209,8 @@ def _cut(stored: Stored, name: str, axis: int, entries: int, size: int, wanted: 
             f"{name}: a rank would get {len(wanted)} of {size} values, and {block} of them share a scale or a word; use fewer "
             "ranks"
         )
-    return SourceSlice(axis, wanted.start // block, -(-wanted.stop // block) - wanted.start // block)
+    first = wanted.start // block
+    return SourceSlice(axis, first, -(-wanted.stop // block) - first, entries)
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
@@ -215,46 +222,59 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
     per_tensor, per_block = Fp8(None, None, "weight_scale", True), Fp8(128, 128, "weight_scale_inv", True)
     stored = per_tensor if block is None else per_block
     # Checkpoints in this format never quantise the head.
-    kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    kept = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
     return Quantisation((Group(Names.read(["Linear"]), stored),), Names.read_parts(["lm_head", *kept]))
 
 
 def _read_gguf(config: Mapping[str, Any]) -> Quantisation:
-    modules = config.get("modules")
-    if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
-        raise ModelFilesError(
-            f"config.json: quantization_config's 'modules' must be a list of names, found {modules!r}"
-        )
+    field(config, "modules", list)  # a folder without this list is not one of Stoker's
+    modules = _names(config, "modules")
     if (size := field(config, "group_size", int)) % _GROUP:
         raise _refusal(f"gguf with groups of {size}")
     return Quantisation((Group(Names(frozenset(modules)), Grouped(size)),))
 
 
 def _read_compressed(config: Mapping[str, Any]) -> Quantisation:
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise ModelFilesError(f"config.json: quantization_config's 'config_groups' must be objects, found {groups!r}")
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if field(config, "sparsity_config", dict, {}).get("format", "dense") != "dense":
         raise _refusal("sparse weights")
-    rotations = (config.get("transform_config") or {}).get("config_groups") or {}
-    for place in (target.get("location") for group in rotations.values() for target in group.get("apply") or ()):
-        if not str(place).startswith("weight_"):  # rotations of the weights are already applied to them
-            raise _refusal(f"an online rotation of {place!r} (transform_config)")
+    for rotation in _objects(field(config, "transform_config", dict, {}), "config_groups"):
+        for place in (one.get("location") for one in _objects(rotation, "apply")):
+            if not str(place).startswith("weight_"):  # rotations of the weights are already applied to them
+                raise _refusal(f"an online rotation of {place!r} (transform_config)")
     read = []
-    for group in groups.values():
+    field(config, "config_groups", dict)
+    for group in _objects(config, "config_groups"):
         kind = group.get("format") or field(config, "format", str)
-        weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        read.append(Group(Names.read(group.get("targets") or ()), _read_weights(kind, weights, inputs)))
-    ignored = config.get("ignore") or []
-    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
-        raise ModelFilesError(f"config.json: quantization_config's 'ignore' must be a list of names, found {ignored!r}")
-    return Quantisation(tuple(read), Names.read(ignored))
+        weights, inputs = field(group, "weights", dict, {}), group.get("input_activations")
+        if inputs is not None:
+            inputs = field(group, "input_activations", dict)
+        read.append(Group(Names.read(_names(group, "targets")), _read_weights(kind, weights, inputs)))
+    return Quantisation(tuple(read), Names.read(_names(config, "ignore")))
+
+
+def _names(config: Mapping[str, Any], name: str) -> list[str]:
+    """Return a field of quantization_config that lists modules, or nothing if it is missing."""
+    names = list_field(config, name)
+    if not all(isinstance(module, str) for module in names):
+        raise ModelFilesError(f"config.json: quantization_config's {name!r} must be a list of names, found {names!r}")
+    return names
+
+
+def _objects(config: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Return the objects in a field of quantization_config, which is an object or a list of them."""
+    found = config.get(name) or []
+    objects = list(found.values()) if isinstance(found, Mapping) else found
+    if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
+        raise ModelFilesError(f"config.json: quantization_config's {name!r} must be objects, found {found!r}")
+    return objects
 
 
 def _read_weights(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Stored:
     number = (weights.get("type"), weights.get("num_bits"))
     strategy, block = weights.get("strategy"), weights.get("block_structure")
     size = weights.get("group_size") or 0
+    if not isinstance(size, int):
+        raise ModelFilesError(f"config.json: quantization_config's 'group_size' must be int, found {size!r}")
     what = f"{kind} with {number[1]}-bit {number[0]} weights, strategy {strategy!r}"
     if not weights.get("symmetric", True) or weights.get("dynamic") or weights.get("actorder") in ("group", "dynamic"):
         raise _refusal(f"{what}, zero points, dynamic weights or reordered inputs")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.family import MODELS, field
+from stoker.models.family import MODELS, field, list_field
 from stoker.models.llama import Llama
 
 
@@ -21,9 +21,9 @@ class Qwen3(Llama):
     def __init__(self, hf: Mapping[str, Any]) -> None:
         # Every layer attends to the whole context here. A model with sliding windows would give other answers, so it is
         # refused.
-        kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
+        has_other = any(kind != "full_attention" for kind in list_field(hf, "layer_types"))
         has_window = bool(hf.get("use_sliding_window")) and hf.get("sliding_window", True) is not None
-        if kinds or (has_window and self._num_full_attention(hf) < field(hf, "num_hidden_layers", int)):
+        if has_other or (has_window and self._num_full_attention(hf) < field(hf, "num_hidden_layers", int)):
             raise ModelFilesError(
                 "config.json: sliding-window attention is not supported (use_sliding_window, layer_types)"
             )

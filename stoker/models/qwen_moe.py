@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.moe import MoeConfig, Routing
-from stoker.models.family import MODELS, field
+from stoker.models.family import MODELS, field, list_field
 from stoker.models.qwen import Qwen3
 
 
@@ -51,6 +51,6 @@ class Qwen3Moe(Qwen3):
     @staticmethod
     def _sparse_layers(hf: Mapping[str, Any]) -> Container[int]:
         every = field(hf, "decoder_sparse_step", int, 1)
-        dense = set(hf.get("mlp_only_layers") or [])
+        dense = list_field(hf, "mlp_only_layers")
         num_layers = field(hf, "num_hidden_layers", int)
         return frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense)

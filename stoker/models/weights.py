@@ -75,11 +75,11 @@ def plan_copies(model: Loadable, rules: list[Rule], ignored: frozenset[str], fol
 
 
 def _taken_shape(tensor: TensorLocation, cut: SourceSlice | None) -> tuple[int, ...] | None:
-    """Return the shape of what is taken of a tensor, None if the tensor is too small for it."""
+    """Return the shape of what is taken of a tensor, None if the tensor has another size along that axis."""
     shape = tensor.shape or (1,)  # a scalar may be stored without a dimension
     if cut is None:
         return shape
-    if cut.axis >= len(shape) or cut.first + cut.count > shape[cut.axis]:
+    if cut.axis >= len(shape) or shape[cut.axis] != cut.of:
         return None
     return (*shape[: cut.axis], cut.count, *shape[cut.axis + 1 :])
 
@@ -88,7 +88,7 @@ def _describe_wanted(shape: tuple[int, ...], cut: SourceSlice | None) -> str:
     """Describe the shape that a tensor should have."""
     if cut is None:
         return str(shape)
-    return f"entries {cut.first} to {cut.first + cut.count} of axis {cut.axis} to be {shape}"
+    return str((*shape[: cut.axis], cut.of, *shape[cut.axis + 1 :]))
 
 
 def parameter_slices(model: Model, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:

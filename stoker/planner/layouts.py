@@ -79,6 +79,8 @@ def plan_layouts(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context: i
     """Plan all layouts of the model of a config.json. `context` is the length of the sequences to plan for."""
     family = family_of(hf, name)
     assert isinstance(family, DecoderFamily), f"{name}: only families of decoders can be planned"
+    if context is not None and context < 1:
+        raise ConfigError(f"--context {context}: give a number of tokens, at least 1")
     context = min(context or 32_768, family.shape.max_positions)
     longest = max(context, min(family.shape.max_positions, 131_072))
     settings = EngineSettings(device="cuda", dtype="bfloat16", max_model_tokens=longest)

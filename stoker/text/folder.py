@@ -60,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as broken:
+    except (ValueError, RecursionError) as broken:
         raise ModelFilesError(f"{path} is not valid JSON ({broken}): download the model again") from broken
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path} holds a JSON {type(value).__name__}, not an object")

@@ -90,7 +90,7 @@ def _break(folder: Path, how: str) -> None:
     [
         ("no tokenizer", r"tokenizer\.json is missing"),
         ("bad config", r"config\.json is not valid JSON"),
-        ("list config", r"config\.json does not hold a JSON object"),
+        ("list config", r"config\.json does not contain a JSON object"),
         ("missing shard", r"1 of the 2 files .* missing: model-00002-of-00002\.safetensors"),
         ("cut data", r"model-00002.* is not a complete .*it has \d+ bytes, its header says \d+"),
         ("cut head", r"model-00002.* is not a complete .*a header of \d+ bytes in a file of 20"),

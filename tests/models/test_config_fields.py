@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.family import family_of
+from stoker.models.family import MODELS, family_of
 
 RIGHT = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,6 +46,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"num_attention_heads": 2, "num_key_value_heads": 4}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"architectures": 5}, "architectures"),
+        ({"num_attention_heads": 65, "num_key_value_heads": 65}, "num_attention_heads"),
+        ({"vocab_size": 10**400}, "vocab_size"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ],
 )
 def test_a_wrong_field_is_named(wrong: dict[str, Any], named: str) -> None:
@@ -149,3 +154,55 @@ def test_a_sliding_window_is_refused_instead_of_ignored(hf: dict[str, Any]) -> N
 )
 def test_a_window_that_no_layer_uses_is_accepted(changes: dict[str, Any]) -> None:
     family_of(QWEN | changes, "config.json")
+
+
+EXAMPLES = [
+    pytest.param({**RIGHT, "head_dim": 16, **changes, "architectures": [architecture]}, id=name)
+    for architecture in MODELS
+    for name, changes in MODELS.get(architecture).examples.items()
+]
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_nextn_predict_layers", "num_mtp_modules")
+LISTS = ("layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers", "attn_type_list")
+HOSTILE = [
+    *((name, value) for name in ("num_hidden_layers", "hidden_size", "head_dim") for value in (10**9, 10**400)),
+    *((name, value) for name in COUNTS for value in (10**9, [], "x")),
+    *((name, value) for name in LISTS for value in (5, "x", {"a": 1}, [[]] * 3, [None] * 3)),
+    *((name, value) for name in ("rope_scaling", "rope_parameters") for value in (5, "x", [1])),
+    ("partial_rotary_factor", 10**400),
+]
+
+
+@pytest.mark.parametrize("hf", EXAMPLES)
+def test_every_family_refuses_what_it_cannot_read_at_once(hf: dict[str, Any]) -> None:
+    """A family may ignore a field that it does not use. It must neither fail in another way nor try to build the model."""
+    for name, value in HOSTILE:
+        config = {**hf, name: value}
+        with suppress(ModelFilesError):
+            family_of({**config, "text_config": config}, "config.json")
+
+
+FP8_GROUP = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": FP8_GROUP}}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "named"),
+    [
+        ({"quant_method": "fp8", "modules_to_not_convert": 5}, "modules_to_not_convert"),
+        ({"quant_method": "fp8", "ignored_layers": [5]}, "ignored_layers"),
+        ({"quant_method": "gguf", "group_size": 32}, "modules"),
+        ({**COMPRESSED, "config_groups": None}, "config_groups"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "targets": [5]}}}, "targets"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "targets": ["re:((("]}}}, "regular expression"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "weights": "x"}}}, "weights"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "weights": {"group_size": "x"}}}}, "group_size"),
+        ({**COMPRESSED, "config_groups": {"g": {**FP8_GROUP, "input_activations": "x"}}}, "input_activations"),
+        ({**COMPRESSED, "sparsity_config": "x"}, "sparsity_config"),
+        ({**COMPRESSED, "transform_config": [1]}, "transform_config"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"r": {"apply": 5}}}}, "apply"),
+    ],
+)
+def test_a_wrong_field_of_the_quantisation_is_named(quantisation: dict[str, Any], named: str) -> None:
+    family_of(RIGHT | {"quantization_config": COMPRESSED}, "config.json")
+    with pytest.raises(ModelFilesError, match=named):
+        family_of(RIGHT | {"quantization_config": quantisation}, "config.json")

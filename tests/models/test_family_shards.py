@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import SHAPES, config_of, make_tiny
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.models.family import ModelFamily, family_of
 from stoker.models.weights import load
 from stoker.parallel.shard import RankLayout, Shard, shards_of
@@ -62,3 +62,21 @@ def test_ranks_hold_fewer_bytes_than_the_model(name: str) -> None:
         except ConfigError:
             continue
         assert max(sizes) < whole <= sum(sizes), str(layout)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek", "gpt-oss"])
+def test_a_rank_refuses_a_tensor_that_one_process_refuses(name: str, tmp_path: Path) -> None:
+    """A rank reads only a part of a tensor. A tensor of another size has other values there."""
+    make_tiny(tmp_path, name)
+    family = family_of(config_of(name), "config.json")
+    right = load_file(tmp_path / "model.safetensors")
+    parts = parts_of(family, RankLayout(2, 1, 2 if name == "gpt-oss" else 1))
+    cuts = {rule.source.rpartition("layers.1.")[2]: rule for _, part in parts for rule in part.rules if rule.cut}
+    for rule in cuts.values():
+        assert rule.cut is not None
+        value = right[rule.source]
+        longer = torch.cat([value, value.narrow(rule.cut.axis, 0, 1)], rule.cut.axis)
+        save_file({**right, rule.source: longer}, tmp_path / "model.safetensors")
+        for _, part in parts:
+            with pytest.raises(ModelFilesError, match=r"config\.json requires"):
+                load(part.build(64), part.rules, part.ignored, tmp_path, lambda done, total: None)

@@ -17,11 +17,11 @@ from stoker.models.family import SourceSlice
 from stoker.models.fill import Copy, fill
 
 SLICES = [
-    SourceSlice(0, 0, 5),
-    SourceSlice(0, 17, 20),
-    SourceSlice(1, 0, 3),
-    SourceSlice(1, 8, 33),
-    SourceSlice(1, 60, 1),
+    SourceSlice(0, 0, 5, 97),
+    SourceSlice(0, 17, 20, 97),
+    SourceSlice(1, 0, 3, 61),
+    SourceSlice(1, 8, 33, 61),
+    SourceSlice(1, 60, 1, 61),
 ]
 
 
@@ -49,10 +49,10 @@ def test_a_slice_has_the_values_of_its_tensor(
     stacked = torch.randn(3, 70, 31, dtype=torch.bfloat16)
     save_file({"a": torch.randn(7), "value": value, "stacked": stacked}, tmp_path / "model.safetensors")
     stored = stored_tensors(tmp_path)
-    deep = SourceSlice(cut.axis + 1, cut.first % 20, min(cut.count, 11))
+    deep = SourceSlice(cut.axis + 1, cut.first % 20, min(cut.count, 11), stacked.shape[cut.axis + 1])
     wanted = [taken(value, cut), taken(stacked, deep), stacked.narrow(0, 1, 2)]
     places = [torch.full(one.shape, float("nan"), dtype=dtype) for one in wanted]
-    cuts = [cut, deep, SourceSlice(0, 1, 2)]
+    cuts = [cut, deep, SourceSlice(0, 1, 2, 3)]
     names = ["value", "stacked", "stacked"]
     fill(
         [Copy.of(stored[name], place, one) for name, place, one in zip(names, places, cuts, strict=True)],
@@ -79,7 +79,7 @@ def test_a_rank_reads_its_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(filling, "read_bytes", counting)
     for rank in range(4):
         count = value.shape[axis] // 4
-        cut = SourceSlice(axis, rank * count, count)
+        cut = SourceSlice(axis, rank * count, count, 4 * count)
         place = torch.empty_like(taken(value, cut))
         fill([Copy.of(stored, place, cut)], lambda done, total: None)
         assert torch.equal(place, taken(value, cut))

@@ -107,3 +107,19 @@ def test_fewer_kv_heads_than_ranks_are_held_several_times(tmp_path: Path) -> Non
         wanted = answers(alone, asked)
     with closing(LLM(tmp_path, settings(RankSettings(4)), grammars=ParityGrammars(), ranks=VirtualRanks())) as llm:
         assert_same(answers(llm, asked), wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "llama4-scout"])
+def test_layers_with_windows_and_chunks_are_split_and_preempted(name: str, tmp_path: Path) -> None:
+    """Two stages of two ranks, with drafts, grammars and pools that are too small. Every stage has layers of each KV set."""
+    make_tiny(tmp_path, name, torch.float64, **{**CHANGES, "num_hidden_layers": 8})
+    asked = requests(2, 10)
+    with closing(LLM(tmp_path, settings(), grammars=ParityGrammars())) as alone:
+        wanted = answers(alone, asked)
+    tight = settings(RankSettings(2, 2, 2), num_blocks=16, drafter="auto")
+    with closing(LLM(tmp_path, tight, grammars=ParityGrammars(), ranks=VirtualRanks())) as llm:
+        assert len(llm.built.layout.sets) == 2
+        assert_same(answers(llm, asked, cancel="r5"), wanted, cancelled=5)
+        assert llm.built.scheduler.counters.preemptions
+        assert llm.built.scheduler.counters.accepted_draft_tokens
+        assert_same(answers(llm, asked[:4]), wanted[:4])

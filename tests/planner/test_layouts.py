@@ -40,6 +40,19 @@ def test_kimi_k25_on_eight_h100() -> None:
     assert "do not fit" in only(plan, tp=4, pp=1, ep=1).why
 
 
+@pytest.mark.parametrize("context", [0, -5])
+def test_a_context_without_tokens_is_refused(context: int) -> None:
+    with pytest.raises(ConfigError, match="--context"):
+        plan_layouts(LLAMA_8B, "8b", parse_gpus("1xH100"), context)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"a":' * 100_000])
+def test_a_config_that_is_no_object_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", str(tmp_path), "--gpus", "1xH100"]) != 0
+    assert "config.json" in capsys.readouterr().err
+
+
 def test_scout_needs_unbounded_kv_for_a_quarter_of_its_layers_only() -> None:
     scout = {**LLAMA_4_SCOUT, "num_hidden_layers": 48}
     plan = plan_layouts(scout, "scout", parse_gpus("2xH200"))
