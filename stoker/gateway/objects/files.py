@@ -18,7 +18,7 @@ from stoker.gateway.objects import file_table as table
 from stoker.gateway.objects.file_table import FILE_TABLES, PIECE_BYTES, StoredFile
 from stoker.gateway.objects.multipart import FormPart, read_form
 from stoker.gateway.objects.object_ids import is_object_id
-from stoker.gateway.objects.pages import list_object, page_of
+from stoker.gateway.objects.pages import list_object, page_of, small_number
 from stoker.gateway.objects.quota import QUOTA_TABLES, add_bytes
 from stoker.gateway.objects.slow_clients import wait_for_room
 from stoker.gateway.store.store import Transaction
@@ -173,12 +173,12 @@ def _expiry_s(form: dict[str, FormPart]) -> float:
         return float("inf")
     text = bytes(given.data).decode("ascii", "replace")
     least, most = _EXPIRY_S
-    if not text.isdigit() or not least <= int(text) <= most:
+    if (seconds := small_number(text)) is None or not least <= seconds <= most:
         raise InvalidRequest(
             f"Invalid value for 'expires_after.seconds': {text[:40]!r}. Expected {least} to {most}.",
             param="expires_after.seconds",
         )
-    return float(text)
+    return float(seconds)
 
 
 def _not_found(file_id: str) -> NotFound:

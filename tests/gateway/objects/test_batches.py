@@ -325,6 +325,13 @@ async def test_a_wrong_batch_names_the_field(tmp_path: Path, body: dict[str, Any
         form(b"x", "no such purpose"),
         b"--" + BOUNDARY + b"\r\n" * 5000,
         (b"--" + BOUNDARY + b'\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n') * 50,
+        b"--"
+        + BOUNDARY
+        + b'\r\nContent-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n'
+        # More digits than Python converts.
+        + b"9" * 5000
+        + b"\r\n"
+        + form(b"x"),
     ],
 )
 async def test_a_wrong_upload_is_refused(tmp_path: Path, body: bytes) -> None:

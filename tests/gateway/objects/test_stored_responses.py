@@ -305,12 +305,24 @@ async def test_hostile_ids_and_queries_are_refused(tmp_path: Path) -> None:
         for name in ("resp_\0", "x" * 5000, "", "../x", "resp_%00"):
             got = await create(world, {"input": "a", "previous_response_id": name})
             assert (got.status, got.json["error"]["code"]) == (400, "previous_response_not_found")
-        for query in ("limit=" + "9" * 5000, "limit=0", "limit=-1", "after=%00", "order=up", "after=none"):
+        for query in (
+            "limit=" + "9" * 5000,
+            "limit=0",
+            "limit=-1",
+            "after=%00",
+            "order=up",
+            "after=none",
+            "limit=%C2%B2",
+        ):
             assert (await call(world, "GET", f"{PATH}/{one}/input_items?{query}")).status == 400, query
             assert (await call(world, "GET", f"/v1/files?{query}")).status == 400, query
         for query in ("limit=x", "after=%00", "after=none"):
             assert (await call(world, "GET", f"/v1/batches?{query}")).status == 400, query
         assert (await call(world, "GET", "/v1/files?purpose=%00")).status == 400
+        streamed = (await create(world, {"input": "a", "background": True, "stream": True})).body
+        path = f"{PATH}/{events_of(streamed)[0]['response']['id']}?stream=true&starting_after="
+        for number in ("%C2%B2", "x", "", "--1", "9" * 5000):
+            assert (await call(world, "GET", path + number)).status == (400 if number else 200), number
         for path in ("/v1/files/%20", "/v1/files/x/content", "/v1/batches/%20", "/v1/batchesx", "/v1/filesx"):
             assert (await call(world, "GET", path)).status in (400, 404), path
 
