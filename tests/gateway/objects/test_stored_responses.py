@@ -171,7 +171,7 @@ async def test_a_background_response_is_cancelled(tmp_path: Path, at_other: bool
         assert refused.status == 400
         deleted = (await create(world, {"input": "a", "background": True})).json["id"]
         await until(lambda: world.workers["w"].num_running == 1)
-        await call(world, "DELETE", f"{PATH}/{deleted}")
+        await call(other if at_other else world, "DELETE", f"{PATH}/{deleted}")
         await until(lambda: world.workers["w"].num_running == 0)
         assert (await call(world, "GET", f"{PATH}/{deleted}")).status == 404
 
@@ -180,6 +180,21 @@ async def test_a_busy_fleet_delays_a_background_response(tmp_path: Path) -> None
     async with stored_world(tmp_path / "s.db", FakeResponses(refuses=[503] * 4)) as world:
         created = (await create(world, {"input": "a", "background": True})).json["id"]
         assert (await wait_status(world, created, "completed"))["usage"]["total_tokens"] == 12
+
+
+@pytest.mark.parametrize("verb", ["cancel", "delete"])
+async def test_a_background_response_that_waits_for_a_busy_fleet_is_stopped(tmp_path: Path, verb: str) -> None:
+    script = FakeResponses(refuses=[503] * 1000)
+    async with stored_world(tmp_path / "s.db", script) as world:
+        created = (await create(world, {"input": "a", "background": True})).json["id"]
+        runs = world.gateway._parts.objects.responses.runs
+        await until(lambda: len(script.refuses) < 1000 and runs._running[created].is_complete)
+        if verb == "cancel":
+            got = await call(world, "POST", f"{PATH}/{created}/cancel")
+            assert got.json["status"] == "cancelled", got.json
+        else:
+            await call(world, "DELETE", f"{PATH}/{created}")
+        await until(lambda: not runs._tasks)  # it does not try again
 
 
 async def test_a_request_that_the_worker_refuses_fails(tmp_path: Path) -> None:
