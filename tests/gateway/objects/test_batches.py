@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from response_worker import FakeResponses, Keys, call, stored_world
 from waiting import LONG_S, until
 from world import Got, World, _got
 
-from stoker.gateway.http import HttpRequest
+from stoker.gateway.http import HttpRequest, ResponseLost
+from stoker.gateway.objects import file_table
+from stoker.gateway.objects.file_table import PIECE_BYTES
 
 BOUNDARY = b"x-boundary"
 CHAT = "/v1/chat/completions"
@@ -357,6 +360,33 @@ async def test_a_file_of_any_bytes_is_kept_and_deleted(tmp_path: Path) -> None:
         assert await store.read(lambda reader: list(reader.execute("SELECT SUM(num_bytes) FROM object_bytes"))) == [
             (0,)
         ]
+
+
+async def test_a_file_above_the_limit_leaves_nothing(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeChat()) as world:
+        world.gateway._parts.objects.files._max_tenant_bytes = 1000
+        got = await send_form(world, form(random.Random(0).randbytes(5000)))
+        assert (got.status, got.json["error"]["code"]) == (400, "file_quota_exceeded")
+        store = world.gateway._parts.objects._store
+        for table in ("files", "file_pieces"):
+            query = f"SELECT COUNT(*) FROM {table}"
+            assert await store.read(lambda reader, query=query: list(reader.execute(query))) == [(0,)]
+
+
+async def test_a_file_that_is_deleted_meanwhile_is_not_taken_for_whole(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeChat()) as world:
+        lines = [line(f"id-{i}", "line " + "x" * 1000) for i in range(600)]  # more than one piece
+        lines[200] += " " * (PIECE_BYTES - len("\n".join(lines[:201])) - 1)  # the first piece ends with a line
+        file_id = await upload(world, lines)
+        store = world.gateway._parts.objects._store
+        first = await store.read(lambda reader: file_table.piece(reader, file_id, 0))
+        assert first.endswith(b"\n")
+        await store.write(lambda changes: changes.execute("DELETE FROM file_pieces WHERE number > 0"))
+        with pytest.raises(ResponseLost):
+            await call(world, "GET", f"/v1/files/{file_id}/content")
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = await ended(world, (await call(world, "POST", "/v1/batches", body)).json["id"])
+        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "input_file_gone")
 
 
 async def test_a_draining_gateway_gives_its_lines_back(tmp_path: Path) -> None:
