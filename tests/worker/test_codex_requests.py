@@ -147,9 +147,15 @@ def test_reasoning_makes_the_round_trip_in_encrypted_content(start_server: Calla
     server.say("Done.")
     kept = _template_messages(server, [*CODEX["input"], *back])
     assert kept[2]["reasoning_content"] == "I must look first."
-    foreign = {**reasoning, "encrypted_content": "gAAAAB-of-another-server"}
-    kept = _template_messages(server, [*CODEX["input"], foreign, *back[1:]])
-    assert "reasoning_content" not in kept[2]
+    for content in (
+        "gAAAAB-of-another-server",
+        "stoker-reasoning-1:é",
+        "stoker-reasoning-1:/w==",
+        "stoker-reasoning-1:a",
+    ):
+        foreign = {**reasoning, "encrypted_content": content}
+        kept = _template_messages(server, [*CODEX["input"], foreign, *back[1:]])
+        assert "reasoning_content" not in kept[2]
 
 
 def _template_messages(server: Server, items: list[Any]) -> list[dict[str, Any]]:
