@@ -64,6 +64,16 @@ async def test_a_conversation_is_continued_by_the_id_of_its_last_response(tmp_pa
         assert ids[1] in broken.json["error"]["message"]
 
 
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_stream_of_an_engine_with_other_line_ends_is_stored(tmp_path: Path, background: bool) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses(line_end="\r\n")) as world:
+        got = await create(world, {"input": "a", "stream": True, "background": background})
+        events = events_of(got.body)
+        assert [event["type"] for event in events][-1] == "response.completed"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert (await wait_status(world, events[0]["response"]["id"], "completed"))["output"]
+
+
 async def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
     async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
         got = await create(world, {"input": "x", "store": False})
