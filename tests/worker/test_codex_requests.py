@@ -158,6 +158,18 @@ def test_reasoning_makes_the_round_trip_in_encrypted_content(start_server: Calla
         assert "reasoning_content" not in kept[2]
 
 
+@pytest.mark.parametrize(("arguments", "kept"), [('{"a": 1}', '{"a": 1}'), ({"a": 1}, {"a": 1}), (None, "")])
+def test_the_arguments_of_an_earlier_call_are_kept(
+    start_server: Callable[..., Server], arguments: object, kept: object
+) -> None:
+    server = start_server()
+    server.say("Done.")
+    call = {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "ok"}
+    messages = _template_messages(server, [*CODEX["input"], call, output])
+    assert messages[-2]["tool_calls"][0]["function"]["arguments"] == kept
+
+
 def _template_messages(server: Server, items: list[Any]) -> list[dict[str, Any]]:
     from stoker.proto.openai.decode import decode
     from stoker.proto.openai.responses import ResponsesRequest
