@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import asdict
 
 from stoker.base.errors import InvalidRequest, NotFound
 from stoker.fleet.fleet import Fleet, Member
@@ -74,6 +75,9 @@ _MAYBE_MEDIA = re.compile(rb'\\u00|"(?:%b)"' % _MEDIA.pattern.encode())
 _MAX_ANSWER_BYTES = 256 << 20  # 4,096 embeddings of 8,192 numbers
 _BYTES_PER_TOKEN = 4  # estimate for text
 _TEMPLATE_TOKENS = 4096  # what an engine may add to each input
+
+
+_Forwarded = msgspec.defstruct("_Forwarded", [(name, Any, None) for name in sorted(_FIELDS)])
 
 
 class _NamedInput(msgspec.Struct):
@@ -155,7 +159,7 @@ class EmbeddingsEndpoint:
         """Return the model and the body for the worker."""
         check_utf8(raw)
         name = decode(_NamedInput, raw).model
-        if _MAYBE_MEDIA.search(raw) and _has_media(decode(dict[str, object], raw)):
+        if _MAYBE_MEDIA.search(raw) and _has_media(list(asdict(decode(_Forwarded, raw)).values())):
             raise InvalidRequest("Only text is accepted here, no images, audio or video.", code="unsupported_content")
         model = requested_model(name, self._fleet, self._aliases)
         table = {key: value for key, value in fields(raw).items() if key in _FIELDS}
@@ -187,9 +191,9 @@ class EmbeddingsEndpoint:
             reservation.end(self._clock())
 
 
-def _has_media(body: object) -> bool:
-    """Return True if an object anywhere in the body has a key of `_MEDIA`."""
-    left = [body]
+def _has_media(values: list[Any]) -> bool:
+    """Return True if an object anywhere in the values has a key of `_MEDIA`."""
+    left = values
     while left:
         match left.pop():
             case dict() as table:
