@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,11 @@ from response_worker import FakeResponses, Keys, call, stored_world
 from waiting import LONG_S, until
 from world import Got, World, _got
 
+from stoker.base.errors import InvalidRequest
 from stoker.gateway.http import HttpRequest, ResponseLost
 from stoker.gateway.objects import file_table
 from stoker.gateway.objects.file_table import PIECE_BYTES
+from stoker.gateway.objects.multipart import read_form
 
 BOUNDARY = b"x-boundary"
 CHAT = "/v1/chat/completions"
@@ -343,6 +346,21 @@ async def test_a_wrong_upload_is_refused(tmp_path: Path, body: bytes) -> None:
         assert got.status == 400, got.body
         assert (await call(world, "POST", "/v1/files", {"a": 1})).status == 400
         assert (await call(world, "GET", "/v1/files")).json["data"] == []
+
+
+@pytest.mark.parametrize("more", [b"a" * 8000, b'f="' + b"a" * 8000, b";a=" * 2000, b' ;a="\\' * 1000])
+def test_the_head_of_a_part_is_read_in_linear_time(more: bytes) -> None:
+    head = b'--x\r\nContent-Disposition: form-data; name="n%d"; '
+    body = b"".join(head % i + more + b"\r\n\r\n1\r\n" for i in range(15)) + b"--x--"
+    began_s = time.process_time()
+    assert len(read_form(b"multipart/form-data; boundary=x", body)) == 15
+    assert time.process_time() - began_s < 0.5  # it took 4 s
+
+
+def test_a_form_with_many_parts_of_one_name_is_refused() -> None:
+    part = b'--x\r\nContent-Disposition: form-data; name="n"\r\n\r\n1\r\n'
+    with pytest.raises(InvalidRequest, match="too many"):
+        read_form(b"multipart/form-data; boundary=x", part * 50 + b"--x--")
 
 
 async def test_a_file_of_any_bytes_is_kept_and_deleted(tmp_path: Path) -> None:
