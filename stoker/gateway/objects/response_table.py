@@ -94,7 +94,10 @@ def insert(changes: Transaction, row: StoredResponse, max_tenant_bytes: int) -> 
         oldest = [str(one) for (one,) in changes.execute(query, (row.tenant, row.id))]
         if not oldest:
             return
-        total = delete(changes, row.tenant, oldest)
+        for one in oldest:
+            total = delete(changes, row.tenant, [one])
+            if total <= max_tenant_bytes:
+                return
 
 
 def delete(changes: Transaction, tenant: str, ids: Sequence[str]) -> int:

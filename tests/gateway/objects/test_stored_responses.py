@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from waiting import until
 from world import Got, World
 
 from stoker.gateway.config import ResponsesSettings
+from stoker.gateway.objects import response_table as table
+from stoker.gateway.objects.quota import QUOTA_TABLES
+from stoker.gateway.store.sqlite import SqliteStore
 
 PATH = "/v1/responses"
 
@@ -72,6 +76,23 @@ async def test_a_stream_of_an_engine_with_other_line_ends_is_stored(tmp_path: Pa
         assert [event["type"] for event in events][-1] == "response.completed"
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert (await wait_status(world, events[0]["response"]["id"], "completed"))["output"]
+
+
+def test_only_as_many_old_responses_as_needed_make_room(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+    store.declare(QUOTA_TABLES)
+    store.declare(table.RESPONSE_TABLES)
+    names = [f"resp_{i}" for i in range(6)]
+    with store.transaction() as changes:
+        for i, name in enumerate(names):
+            text = random.Random(i).randbytes(500).hex().encode()
+            row = {"tenant": "t", "key_id": "k", "expires_s": 9.0, "status": "completed", "previous_id": None}
+            stored = table.StoredResponse(id=name, created_s=float(i), input=text, response=b"{}", **row)
+            table.insert(changes, stored, 3000)
+        left = [name for name in names if table.get(changes, "t", name) is not None]
+    store.close()
+    assert left == names[-len(left) :]
+    assert len(left) > 2, left
 
 
 async def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
