@@ -135,7 +135,11 @@ def _with_flag(one: Declared) -> Declared:
 
 
 def _actor() -> str:
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        user = f"uid-{os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
 
 
 def _as_json(key: StoredKey) -> dict[str, object]:

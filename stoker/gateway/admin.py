@@ -237,8 +237,8 @@ def _worker_settings(body: bytes) -> WorkerSettings:
 
 def _count(query: dict[str, str], default: int) -> int:
     text = query.get("n", str(default))
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_ROUTES:
-        raise InvalidRequest(f"n={text!r}: it must be a number from 1 to {_MAX_ROUTES}.", param="n")
+    if not (len(text) <= 8 and text.isdecimal() and 1 <= int(text) <= _MAX_ROUTES):
+        raise InvalidRequest(f"n={text[:40]!r}: it must be a number from 1 to {_MAX_ROUTES}.", param="n")
     return int(text)
 
 

@@ -566,6 +566,11 @@ class GatewayConfig:
         _unique("price.model", [one.model for one in self.price])
         _unique("alias.name", [one.name for one in self.alias])
         _ = self.store_location  # refuses a wrong URL
+        for key in self.key:
+            if self.store == "none" and (key.budget is not None or key.session_budget is not None):
+                raise ConfigError(
+                    f"key {key.name!r}: a budget is counted in the store, and store=none; remove the budget, or set store"
+                )
 
     @property
     def store_location(self) -> StoreLocation | None:

@@ -57,10 +57,12 @@ class ProcessSupervisor:
         status = await self._until_listening(first)
         if status is not None:
             return status
+        if self._stopping:
+            others = []  # a signal came while the first one started: no other would get it
         for one in others:
             self._start(one)
         try:
-            await asyncio.gather(*(self._keep_running(one) for one in self._processes))
+            await asyncio.gather(*(self._keep_running(one) for one in (first, *others)))
         finally:
             self.kill()
         return 0

@@ -109,9 +109,9 @@ class GroupEndpoint:
     async def _read(self, request: EndpointRequest) -> Reply:
         group = self._group
         named = dict(parse_qsl(request.query.decode("latin-1"))).get("process", str(group.number))
-        if not (named.isdecimal() and int(named) < group.count):
+        if not (len(named) <= 4 and named.isdecimal() and int(named) < group.count):
             raise InvalidRequest(
-                f"process={named!r}: it must be a number from 0 to {group.count - 1}.", param="process"
+                f"process={named[:40]!r}: it must be a number from 0 to {group.count - 1}.", param="process"
             )
         number = int(named)
         reply: Reply | None

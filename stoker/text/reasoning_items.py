@@ -6,7 +6,6 @@ and not encrypted. What another server wrote there is ignored.
 
 from __future__ import annotations
 
-import binascii
 from base64 import b64decode, b64encode
 
 _START = "stoker-reasoning-1:"
@@ -22,5 +21,5 @@ def decode_reasoning(content: str | None) -> str:
         return ""
     try:
         return b64decode(content[len(_START) :], validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, not ASCII, or not UTF-8
         return ""

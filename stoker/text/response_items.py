@@ -73,8 +73,7 @@ class _Items:
             case "message":
                 self._message(item, place)
             case "function_call":
-                arguments = item.arguments if isinstance(item.arguments, str) else ""
-                self._call(item, place, arguments)
+                self._call(item, place, "" if item.arguments is None else item.arguments)
             case "custom_tool_call":
                 text = _required(item.input, f"{place}.input")
                 if not isinstance(text, str):
@@ -101,7 +100,7 @@ class _Items:
         content = text_of(_required(item.content, f"{place}.content"), f"{place}.content")
         self._append({"role": role, "content": content})
 
-    def _call(self, item: InputItem, place: str, arguments: str) -> None:
+    def _call(self, item: InputItem, place: str, arguments: str | dict[str, Any]) -> None:
         call_id = _required(item.call_id, f"{place}.call_id")
         name = flat_name(_required(item.name, f"{place}.name"), item.namespace)
         # The calls of one turn are separate items here, but one message for a template.

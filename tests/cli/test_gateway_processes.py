@@ -9,6 +9,7 @@ import random
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -17,8 +18,10 @@ from pathlib import Path
 from scripted_server import ScriptedServer
 from test_gateway_cli import STOKER, Running, curl, started
 from test_gateway_kill import NUM_CLIENTS, Clients, script
+from waiting import until
 
 from stoker.base.ids import WorkerId
+from stoker.gateway.process_supervisor import ProcessSupervisor
 from stoker.gateway.processes import joined_metrics
 from stoker.proto.messages import WorkerRegistration
 from stoker.worker.register import Registrar
@@ -121,6 +124,35 @@ def test_an_error_of_the_first_process_ends_the_gateway(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "restore the latest backup" in done.stderr
+
+
+def test_a_signal_while_the_first_process_starts_ends_the_gateway(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    slow = """
+import signal, socket, sys, time
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+open(sys.argv[2], "w").close()
+while not stopped:
+    time.sleep(0.01)
+with socket.socket() as listener:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind(("127.0.0.1", int(sys.argv[1])))
+    listener.listen()
+    listener.accept()
+"""
+
+    async def main() -> None:
+        supervisor = ProcessSupervisor(
+            2, lambda number, ports, is_restart: [sys.executable, "-c", slow, str(ports[number]), str(ready)]
+        )
+        running = asyncio.create_task(supervisor.run())
+        await until(ready.exists)
+        supervisor.stop(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await running == 0
+
+    asyncio.run(main())
 
 
 def test_pages_of_metrics_are_joined_by_family() -> None:

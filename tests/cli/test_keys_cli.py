@@ -50,6 +50,18 @@ def test_a_key_is_shown_once_and_only_its_hash_is_stored(tmp_path: Path, capsys:
     assert actions == ["key_created", "key_revoked"]
 
 
+def test_a_user_without_a_name_can_create_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # as in a container with any user
+    assert keys(capsys, "create", "alice", "--store", str(tmp_path / "store.db"))[0] == 0
+    with closing(sqlite3.connect(tmp_path / "store.db")) as base:
+        ((actor,),) = base.execute("SELECT actor FROM audit")
+    assert actor.startswith("uid-54321@")
+
+
 def test_a_key_for_the_file_is_printed_and_not_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown, _ = keys(
         capsys, "create", "alice", "--print", "--tenant", "team-a", "--store", str(tmp_path / "s.db")

@@ -151,6 +151,14 @@ def test_two_urls_of_one_worker_are_refused() -> None:
         config.worker_specs()
 
 
+@pytest.mark.parametrize("limit", ["budget", "session_budget"])
+def test_budgets_need_a_store(tmp_path: Path, limit: str) -> None:
+    file = write(tmp_path, f"[[key]]\nname = 'alice'\nsha256 = '{HASH}'\n{limit} = 5")
+    load(file)
+    with pytest.raises(ConfigError, match="key 'alice': a budget is counted in the store"):
+        load(file, {"store": "none"})
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "nowhere.toml")

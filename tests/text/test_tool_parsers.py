@@ -75,3 +75,12 @@ def test_a_call_is_found_inside_text_that_looked_like_one() -> None:
 def test_kimi_keeps_its_call_ids() -> None:
     deltas = parse_calls("kimi_k2", [TOOL_PARSERS.get("kimi_k2").render(CALLS)])
     assert [d.call_id for d in deltas if isinstance(d, ToolCallStart)] == ["functions.search:0", "functions.now:1"]
+
+
+@pytest.mark.parametrize("properties", [["a"], "a", 1, {"a": ["string"]}, {"a": True}])
+def test_a_schema_that_is_wrong_does_not_end_the_answer(properties: object) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    parser = TOOL_PARSERS.get("glm45")([{"type": "function", "function": function}])
+    call = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>NaN</arg_value>\n</tool_call>"
+    # NaN is not JSON, so it is text.
+    assert joined([*parser.push(call), *parser.flush()]) == [("call", "f", '{"a": "NaN"}')]

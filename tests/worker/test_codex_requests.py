@@ -147,9 +147,27 @@ def test_reasoning_makes_the_round_trip_in_encrypted_content(start_server: Calla
     server.say("Done.")
     kept = _template_messages(server, [*CODEX["input"], *back])
     assert kept[2]["reasoning_content"] == "I must look first."
-    foreign = {**reasoning, "encrypted_content": "gAAAAB-of-another-server"}
-    kept = _template_messages(server, [*CODEX["input"], foreign, *back[1:]])
-    assert "reasoning_content" not in kept[2]
+    for content in (
+        "gAAAAB-of-another-server",
+        "stoker-reasoning-1:é",
+        "stoker-reasoning-1:/w==",
+        "stoker-reasoning-1:a",
+    ):
+        foreign = {**reasoning, "encrypted_content": content}
+        kept = _template_messages(server, [*CODEX["input"], foreign, *back[1:]])
+        assert "reasoning_content" not in kept[2]
+
+
+@pytest.mark.parametrize(("arguments", "kept"), [('{"a": 1}', '{"a": 1}'), ({"a": 1}, {"a": 1}), (None, "")])
+def test_the_arguments_of_an_earlier_call_are_kept(
+    start_server: Callable[..., Server], arguments: object, kept: object
+) -> None:
+    server = start_server()
+    server.say("Done.")
+    call = {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "ok"}
+    messages = _template_messages(server, [*CODEX["input"], call, output])
+    assert messages[-2]["tool_calls"][0]["function"]["arguments"] == kept
 
 
 def _template_messages(server: Server, items: list[Any]) -> list[dict[str, Any]]:

@@ -221,13 +221,13 @@ class Admission:
         limiter = claim.caller.limiter
         if limiter.limits_tokens and (limit := limiter.estimate(uncached_tokens, now)) is not None:
             raise rate_limited(limit)
+        claim._charged = uncached_tokens
         if claim._budgets:
             claim._price = self._price(lane)
             cost = claim._price.input * uncached_tokens
             if (refusal := _over_budget(claim._budgets, cost, now)) is not None:
                 raise refusal
             claim._charge_money(cost, now)
-        claim._charged = uncached_tokens
 
     def _watch_output(self, claim: AdmittedRequest) -> None:
         if claim.tracks_output:

@@ -76,9 +76,26 @@ class KeyStore:
 def read_keys(reader: Transaction) -> list[StoredKey]:
     """Return all keys, oldest first. Raises ConfigError for one that a newer version of Stoker wrote."""
     rows = reader.execute("SELECT settings, created_s, revoked_s FROM api_keys ORDER BY created_s, name")
-    return [
-        StoredKey(from_table(KeySettings, json.loads(text), "key"), created, revoked) for text, created, revoked in rows
-    ]
+    return [StoredKey(_settings(text), created, revoked) for text, created, revoked in rows]
+
+
+def valid_keys(reader: Transaction) -> tuple[list[KeySettings], list[str]]:
+    """Return the keys that are not revoked, and what is wrong with those that a newer version of Stoker wrote.
+
+    Such a key is left out, so that it does not keep others from being created and revoked.
+    """
+    keys, wrong = list[KeySettings](), list[str]()
+    query = "SELECT name, settings FROM api_keys WHERE revoked_s IS NULL ORDER BY created_s, name"
+    for name, text in reader.execute(query):
+        try:
+            keys.append(_settings(text))
+        except ConfigError as error:
+            wrong.append(f"{name}: {error.message}")
+    return keys, wrong
+
+
+def _settings(text: str) -> KeySettings:
+    return from_table(KeySettings, json.loads(text), "key")
 
 
 def key_counts(reader: Transaction) -> tuple[int, int]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeAlias
 
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
 from stoker.gateway.admission.api_keys import ApiKeys
-from stoker.gateway.admission.key_store import KeyStore, StoredKey, key_counts, read_keys
+from stoker.gateway.admission.key_store import KeyStore, key_counts, valid_keys
+from stoker.gateway.config import KeySettings
 from stoker.gateway.store.store import StoreTimeout, StoreUnavailable, Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 
 REFRESH_S = 2.0
+
+# The numbers of keys and of revoked ones, the valid keys, and what is wrong with those that cannot be read.
+_Changed: TypeAlias = tuple[tuple[int, int], list[KeySettings], list[str]]
 
 log = EventLog("keys")
 
@@ -56,18 +61,18 @@ class KeyWatch:
                 self._take(await self._threads.read(self._changed))
             except (Overloaded, StoreTimeout):
                 continue  # the keys that are known stay valid until the store is back
-            except ConfigError as error:
-                log.error("keys_not_read", reason=error.message)
 
-    def _changed(self, reader: Transaction) -> tuple[tuple[int, int], list[StoredKey]] | None:
+    def _changed(self, reader: Transaction) -> _Changed | None:
         counts = key_counts(reader)
-        return None if counts == self._seen else (counts, read_keys(reader))
+        return None if counts == self._seen else (counts, *valid_keys(reader))
 
-    def _take(self, changed: tuple[tuple[int, int], list[StoredKey]] | None) -> None:
+    def _take(self, changed: _Changed | None) -> None:
         if changed is None:
             return
-        first, (self._seen, found) = self._seen is None, changed
-        valid = [one.settings for one in found if one.revoked_s is None]
-        self._keys.set_stored(valid, any_key=bool(found))
-        if found or not first:
-            log.event("keys_read", valid=len(valid), revoked=len(found) - len(valid))
+        first, (self._seen, valid, wrong) = self._seen is None, changed
+        num_keys, num_revoked = self._seen
+        self._keys.set_stored(valid, any_key=num_keys > 0)
+        for reason in wrong:
+            log.error("key_not_read", reason=reason)
+        if num_keys or not first:
+            log.event("keys_read", valid=len(valid), revoked=num_revoked)

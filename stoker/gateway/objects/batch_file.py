@@ -56,6 +56,11 @@ class BatchReader:
             self._has_stopped = True
         return [request for line in lines if (request := self._request(line)) is not None]
 
+    def lost_input(self) -> None:
+        """Note that the rest of the file cannot be read."""
+        self._has_stopped, self._rest = True, bytearray()
+        self._wrong("input_file_gone", "The input file was deleted or has expired.", "input_file_id", at=None)
+
     def finish(self) -> list[tuple[int, str, bytes]]:
         """Return the request in a last line without a line break."""
         rest, self._rest = bytes(self._rest), bytearray()

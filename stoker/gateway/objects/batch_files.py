@@ -40,11 +40,15 @@ class BatchFiles:
         """Read the input file into lines. The batch then runs, or has failed with what is wrong in each line."""
         await self._delete_lines(batch)  # of an earlier attempt
         reader = BatchReader(batch.endpoint, self._settings.max_lines, _MAX_LINE_BYTES)
-        number = 0
+        get_file = partial(file_table.get_file, tenant=batch.tenant, file_id=batch.input_file_id)
+        file = await self._store.read(get_file)
+        number, num_bytes = 0, 0
         read = partial(file_table.piece, file_id=batch.input_file_id)
         while not reader.is_hopeless and (data := await self._store.read(partial(read, number=number))) is not None:
             await self._add(batch, reader.push(data))
-            number += 1
+            number, num_bytes = number + 1, num_bytes + len(data)
+        if not reader.is_hopeless and (file is None or num_bytes < file.num_bytes):
+            reader.lost_input()  # its lines so far must not pass for all of it
         await self._add(batch, reader.finish())
         now = int(self._unix_time())
         if reader.errors:

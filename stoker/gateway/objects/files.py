@@ -6,10 +6,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from urllib.parse import parse_qs
 
-from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.errors import InvalidRequest, NotFound, StokerError
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.reply import Reply, json_reply, method_not_allowed
 from stoker.gateway.config import BatchSettings
@@ -18,7 +19,7 @@ from stoker.gateway.objects import file_table as table
 from stoker.gateway.objects.file_table import FILE_TABLES, PIECE_BYTES, StoredFile
 from stoker.gateway.objects.multipart import FormPart, read_form
 from stoker.gateway.objects.object_ids import is_object_id
-from stoker.gateway.objects.pages import list_object, page_of
+from stoker.gateway.objects.pages import list_object, page_of, small_number
 from stoker.gateway.objects.quota import QUOTA_TABLES, add_bytes
 from stoker.gateway.objects.slow_clients import wait_for_room
 from stoker.gateway.store.store import Transaction
@@ -70,7 +71,16 @@ class FilesEndpoint:
     async def _upload(self, request: HttpRequest, caller: Caller) -> Reply:
         form = read_form(request.header(b"content-type"), request.body)
         file = self._described(form, caller)
-        data = form["file"].data
+        try:
+            await self._write(file, form["file"].data)
+        except StokerError:
+            # The pieces must not stay until they expire: a tenant above its limit could fill the disk with them.
+            with suppress(StokerError):
+                await self._store.write(partial(table.delete_file, tenant=file.tenant, file_id=file.id))
+            raise
+        return json_reply(file.shown())
+
+    async def _write(self, file: StoredFile, data: memoryview) -> None:
         await self._store.write(partial(table.begin_file, file=file))
         numbers = range(max(1, -(-len(data) // PIECE_BYTES)))
         for start in numbers[::_PIECES_AT_ONCE]:
@@ -80,7 +90,6 @@ class FilesEndpoint:
             ]
             file.stored_bytes += await self._store.write(partial(_put, file_id=file.id, pieces=some))
         await self._store.write(partial(self._add, file=file))
-        return json_reply(file.shown())
 
     def _add(self, changes: Transaction, file: StoredFile) -> None:
         if add_bytes(changes, file.tenant, table.KIND, 0) + file.stored_bytes > self._max_tenant_bytes:
@@ -135,17 +144,20 @@ class FilesEndpoint:
         file = await self._get(caller, file_id)
         request.on_gone = request.task.cancel
         request.start(200, [(b"content-type", b"application/octet-stream")])
-        number = 0
+        number, num_left = 0, file.num_bytes
         try:
             while (data := await self._store.read(partial(table.piece, file_id=file.id, number=number))) is not None:
                 request.write(data)
                 await wait_for_room(request)
-                number += 1
+                number, num_left = number + 1, num_left - len(data)
         except asyncio.CancelledError:
             if not request.gone:
                 raise
             return
-        request.finish()
+        if num_left:
+            request.abort()  # it was deleted meanwhile: the client must not take a part for the whole
+        else:
+            request.finish()
 
     async def _delete(self, caller: Caller, file_id: str) -> Reply:
         if not is_object_id(file_id) or not await self._store.write(
@@ -173,12 +185,12 @@ def _expiry_s(form: dict[str, FormPart]) -> float:
         return float("inf")
     text = bytes(given.data).decode("ascii", "replace")
     least, most = _EXPIRY_S
-    if not text.isdigit() or not least <= int(text) <= most:
+    if (seconds := small_number(text)) is None or not least <= seconds <= most:
         raise InvalidRequest(
             f"Invalid value for 'expires_after.seconds': {text[:40]!r}. Expected {least} to {most}.",
             param="expires_after.seconds",
         )
-    return float(text)
+    return float(seconds)
 
 
 def _not_found(file_id: str) -> NotFound:

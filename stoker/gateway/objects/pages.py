@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from stoker.gateway.objects.object_ids import is_object_id
 
 _MAX_LIMIT = 100
 _DEFAULT_LIMIT = 20
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ def page_of(query: bytes, *, default_order: str = "desc", max_limit: int = _MAX_
     given = parse_qs(query.decode("ascii"))
     limit = given.get("limit", [str(min(_DEFAULT_LIMIT, max_limit))])[-1]
     order = given.get("order", [default_order])[-1]
-    if not limit.isdigit() or len(limit) > 6 or not 1 <= int(limit) <= max_limit:
+    if (number := small_number(limit)) is None or not 1 <= number <= max_limit:
         raise InvalidRequest(
             f"Invalid value for 'limit': {limit[:40]!r}. Expected a number from 1 to {max_limit}.", param="limit"
         )
@@ -37,7 +39,12 @@ def page_of(query: bytes, *, default_order: str = "desc", max_limit: int = _MAX_
     after = given.get("after", [None])[-1]
     if after is not None and not is_object_id(after):
         raise InvalidRequest(f"Invalid value for 'after': {after[:80]!r} is not an id.", param="after")
-    return ListPage(int(limit), after, order == "asc")
+    return ListPage(number, after, order == "asc")
+
+
+def small_number(text: str) -> int | None:
+    """Return the integer that a query or form field holds, or None. `str.isdigit` accepts texts that `int` refuses, such as "²"."""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def paged(items: Sequence[dict[str, Any]], page: ListPage) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class EditedStream:
     def push(self, data: bytes) -> list[bytes]:
         """Return the whole events in `data`, without the last one of the stream."""
         self._rest += data
+        if b"\r" in self._rest:  # some engines end their lines so; JSON has no such byte
+            self._rest = self._rest.replace(b"\r\n", b"\n")
         cut = self._rest.rfind(b"\n\n") + 2
         if cut < 2:
             return []

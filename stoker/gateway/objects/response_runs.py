@@ -102,6 +102,7 @@ class ResponseRuns:
         self._generate: Generate | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, InternalRequest] = {}
+        self._cancelled: dict[str, asyncio.Event] = {}  # set when a response is to stop, also if it waits to run again
         self._changed: dict[str, asyncio.Event] = {}  # set when something of a response was stored
         self._keeper: asyncio.Task[None] | None = None
 
@@ -128,11 +129,14 @@ class ResponseRuns:
         """Run a background response that this gateway owns."""
         task = asyncio.get_running_loop().create_task(self._run(row, caller, head))
         self._tasks[row.id] = task
+        self._cancelled[row.id] = asyncio.Event()
         self._changed[row.id] = asyncio.Event()
         task.add_done_callback(lambda _: self._ended(row.id))
 
     def cancel(self, response_id: str) -> None:
         """Cancel a response if it runs here. It ends as cancelled."""
+        if response_id in self._cancelled:
+            self._cancelled[response_id].set()
         running = self._running.get(response_id)
         if running is not None:
             running.lose()
@@ -152,6 +156,7 @@ class ResponseRuns:
     def _ended(self, response_id: str) -> None:
         self._tasks.pop(response_id, None)
         self._running.pop(response_id, None)
+        self._cancelled.pop(response_id, None)
         self._notify(response_id, last=True)
 
     def _notify(self, response_id: str, *, last: bool = False) -> None:
@@ -176,7 +181,7 @@ class ResponseRuns:
         if not await self._store.write(lambda changes: table.begin(changes, row.id, self.owner, response)):
             return
         edits = ResponseEdits(row.id, row.previous_id, is_background=True)
-        deadline_s = time.monotonic() + self._settings.background_s
+        deadline_s, cancelled = time.monotonic() + self._settings.background_s, self._cancelled[row.id]
         while True:
             sink = BackgroundSink(edits, int(self._settings.max_mib * (1 << 20)))
             request = InternalRequest(head, row.request or b"", caller, sink)
@@ -190,8 +195,13 @@ class ResponseRuns:
             if sink.refusal is None or sink.refusal[0] not in _RETRIED or time.monotonic() > deadline_s:
                 break
             least_s, most_s = _RETRY_S
-            await asyncio.sleep(min(max(sink.refusal[2], least_s), most_s))
-        await self._finish(row, response, sink, is_cancelled=request.gone and sink.failure is None)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(max(sink.refusal[2], least_s), most_s)):
+                    await cancelled.wait()
+            if cancelled.is_set():
+                break
+        has_stopped = request.gone or cancelled.is_set()
+        await self._finish(row, response, sink, is_cancelled=has_stopped and sink.failure is None)
 
     async def _flush_often(self, row: StoredResponse, sink: BackgroundSink) -> None:
         """Store the events of a stream, in their order, until it has ended."""

@@ -94,7 +94,10 @@ def insert(changes: Transaction, row: StoredResponse, max_tenant_bytes: int) -> 
         oldest = [str(one) for (one,) in changes.execute(query, (row.tenant, row.id))]
         if not oldest:
             return
-        total = delete(changes, row.tenant, oldest)
+        for one in oldest:
+            total = delete(changes, row.tenant, [one])
+            if total <= max_tenant_bytes:
+                return
 
 
 def delete(changes: Transaction, tenant: str, ids: Sequence[str]) -> int:
@@ -206,10 +209,14 @@ def last_number(reader: Transaction, response_id: str) -> int:
 
 
 def renew(changes: Transaction, owner: str, ids: Sequence[str], lease_s: float) -> list[str]:
-    """Set the end of leases of this gateway. Return the ids of the responses that a client wants to cancel."""
+    """Set the end of leases of this gateway. Return the ids of the responses that must stop.
+
+    A client wants to cancel or has deleted them, perhaps at another gateway, or another gateway has taken them over.
+    """
     query = "UPDATE responses SET lease_s = ? WHERE id = ? AND owner = ? AND lease_s > 0 RETURNING id, wants_cancel"
     rows = [row for one in ids for row in changes.execute(query, (lease_s, one, owner))]
-    return [str(one) for one, wants_cancel in rows if wants_cancel]
+    goes_on = {str(one) for one, wants_cancel in rows if not wants_cancel}
+    return [one for one in ids if one not in goes_on]
 
 
 def take_over(changes: Transaction, owner: str, now_s: float, lease_s: float, limit: int) -> list[StoredResponse]:

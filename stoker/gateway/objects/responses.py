@@ -24,7 +24,7 @@ from stoker.gateway.config import ResponsesSettings
 from stoker.gateway.http import Headers, HttpRequest, InternalRequest
 from stoker.gateway.objects import response_table as table
 from stoker.gateway.objects.object_ids import is_object_id
-from stoker.gateway.objects.pages import page_of, paged
+from stoker.gateway.objects.pages import page_of, paged, small_number
 from stoker.gateway.objects.quota import QUOTA_TABLES
 from stoker.gateway.objects.response_events import EditedStream, ResponseEdits, events_beyond
 from stoker.gateway.objects.response_input import PreviousNotFound, check_turns, listed_items, own_items, stateless_body
@@ -294,10 +294,12 @@ class StoredResponses:
             raise InvalidRequest(
                 "Only a response that was created with 'background' and 'stream' can be streamed again.", param="stream"
             )
-        after = query.get("starting_after", ["-1"])[-1]
-        if not after.removeprefix("-").isdigit() or len(after) > 18:
-            raise InvalidRequest(f"Invalid value for 'starting_after': {after[:40]!r}.", param="starting_after")
-        await self._follow(request, row, int(after))
+        given = query.get("starting_after", ["-1"])[-1]
+        if (after := small_number(given)) is None:
+            raise InvalidRequest(
+                f"Invalid value for 'starting_after': {given[:40]!r}. Expected a number.", param="starting_after"
+            )
+        await self._follow(request, row, after)
         return None
 
     async def _delete(self, caller: Caller, response_id: str) -> Reply:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import asdict
 
 from stoker.base.errors import InvalidRequest, NotFound
 from stoker.fleet.fleet import Fleet, Member
@@ -68,10 +69,15 @@ _FIELDS = frozenset(
     ]
 )
 _ROLES = frozenset({Role.UNIFIED})
-_MEDIA = re.compile(rb'"(?:image|video|audio)(?:_url|_embeds|_pixel)?"|"multi_modal_data"|"prompt_embeds"')
+_MEDIA = re.compile(r"(?:image|video|audio)(?:_url|_embeds|_pixel)?|multi_modal_data|prompt_embeds")
+# What a body with such a key contains, also if the key is escaped. It may be a text, too.
+_MAYBE_MEDIA = re.compile(rb'\\u00|"(?:%b)"' % _MEDIA.pattern.encode())
 _MAX_ANSWER_BYTES = 256 << 20  # 4,096 embeddings of 8,192 numbers
 _BYTES_PER_TOKEN = 4  # estimate for text
 _TEMPLATE_TOKENS = 4096  # what an engine may add to each input
+
+
+_Forwarded = msgspec.defstruct("_Forwarded", [(name, Any, None) for name in sorted(_FIELDS)])
 
 
 class _NamedInput(msgspec.Struct):
@@ -121,6 +127,7 @@ class EmbeddingsEndpoint:
             return method_not_allowed(request.path, request.method, [b"POST"])
         began_s, time_s, row_id = self._clock(), time.time(), self._ids.new()
         request_id = given_request_id(request.header(b"x-request-id")) or row_id.encode()
+        await self._admission.prepare(caller)
         claim = self._admission.claim(caller)
         tokens = 0
         try:
@@ -152,7 +159,7 @@ class EmbeddingsEndpoint:
         """Return the model and the body for the worker."""
         check_utf8(raw)
         name = decode(_NamedInput, raw).model
-        if _MEDIA.search(raw):
+        if _MAYBE_MEDIA.search(raw) and _has_media(list(asdict(decode(_Forwarded, raw)).values())):
             raise InvalidRequest("Only text is accepted here, no images, audio or video.", code="unsupported_content")
         model = requested_model(name, self._fleet, self._aliases)
         table = {key: value for key, value in fields(raw).items() if key in _FIELDS}
@@ -182,6 +189,20 @@ class EmbeddingsEndpoint:
             return await forward_to_any(members, self._upstreams, self._settings, path, body, _MAX_ANSWER_BYTES)
         finally:
             reservation.end(self._clock())
+
+
+def _has_media(values: list[Any]) -> bool:
+    """Return True if an object anywhere in the values has a key of `_MEDIA`."""
+    left = values
+    while left:
+        match left.pop():
+            case dict() as table:
+                if any(_MEDIA.fullmatch(name) for name in table):
+                    return True
+                left += table.values()
+            case list() as items:
+                left += items
+    return False
 
 
 class _EndedRequest:

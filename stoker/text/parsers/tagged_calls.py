@@ -25,7 +25,7 @@ class TaggedCalls(StreamingToolParser):
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         super().__init__(tools)
         functions = [tool["function"] for tool in tools]
-        self._schemas = {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
+        self._schemas = {one["name"]: _properties(one.get("parameters") or {}) for one in functions}
         self._properties: dict[str, Any] = {}  # of the tool that is called
         self._num_parameters = 0
         self._is_text = False  # the value that is being read
@@ -107,6 +107,11 @@ class TaggedCalls(StreamingToolParser):
         ]
 
 
+def _properties(schema: dict[str, Any]) -> dict[str, Any]:
+    given = schema.get("properties")
+    return given if isinstance(given, dict) else {}  # a schema that is not enforced may be wrong
+
+
 def _is_text(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
@@ -116,10 +121,14 @@ def _is_text(schema: Any) -> bool:
     return schema.get("type") == "string"
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")  # Python reads NaN and Infinity, which no other client may
+
+
 def _json_of(value: str) -> str:
     """Return a value as JSON. What is not JSON is text."""
     try:
-        json.loads(value)
+        json.loads(value, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
     return value.strip()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
+from pathlib import Path
 
 import pytest
 
 from stoker.base.errors import ConfigError
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized, new_key
+from stoker.gateway.admission.key_store import KeyStore
+from stoker.gateway.admission.key_watch import KeyWatch
 from stoker.gateway.config import KeySettings, TenantSettings
+from stoker.gateway.store.sqlite import SqliteStore
+from stoker.gateway.store.store_threads import StoreThreads
 
 
 class Headers:
@@ -119,3 +126,27 @@ def test_the_admin_token() -> None:
     assert not AdminToken(None).configured
     with pytest.raises(ConfigError, match="at least 16"):
         AdminToken("short")
+
+
+def test_a_key_of_a_newer_version_keeps_no_other_from_being_revoked(tmp_path: Path) -> None:
+    async def main() -> None:
+        store, keys = SqliteStore(tmp_path / "store.db"), ApiKeys(())
+        threads, stored = StoreThreads(store), KeyStore(store)
+        (_, digest), (_, newer) = new_key(), new_key()
+        stored.create(KeySettings("alice", digest), "test")
+        watch = KeyWatch(keys, threads)
+        assert keys.caller("alice") is not None
+        stored.create(KeySettings("newer", newer), "test")
+        with store.transaction() as changes:
+            new_settings = json.dumps({"name": "newer", "sha256": newer, "max_joy": 5})
+            changes.execute("UPDATE api_keys SET settings = ? WHERE name = 'newer'", (new_settings,))
+        stored.revoke("alice", "test")
+        watch._take(await threads.read(watch._changed))
+        assert keys.required
+        assert keys.caller("alice") is None
+        assert keys.caller("newer") is None
+        KeyWatch(keys, threads)  # a gateway that starts
+        threads.close()
+        store.close()
+
+    asyncio.run(main())

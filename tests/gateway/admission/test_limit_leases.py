@@ -228,6 +228,19 @@ def test_each_session_has_its_budget(store: SqliteStore) -> None:
     asyncio.run(main())
 
 
+def test_a_request_above_its_budget_uses_no_tokens(store: SqliteStore) -> None:
+    async def main() -> None:
+        gateway = OneGateway(store, SharedClock(), "g1", key_with(tokens_per_minute=1000, budget=0.1))
+        for _ in range(5):
+            with pytest.raises(Overloaded, match="budget of this key"):
+                await gateway.ask(900)
+        (await gateway.ask(90)).done(90, 0)
+        await gateway.leases.close()
+        gateway.threads.close()
+
+    asyncio.run(main())
+
+
 def test_without_the_store_limits_hold_here_and_budgets_allow_nothing(store: SqliteStore) -> None:
     async def main() -> None:
         clock = SharedClock()

@@ -30,6 +30,7 @@ class FakeResponses:
     hold: asyncio.Event | None = None
     refuses: list[int] = field(default_factory=list)  # statuses of the next requests
     cuts: int = 0  # of the next streams
+    line_end: str = "\n"
 
     async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
         body = json.loads(request.body)
@@ -66,7 +67,7 @@ class FakeResponses:
         def send(kind: str, **fields: Any) -> None:
             nonlocal number
             data = json.dumps({"type": kind, "sequence_number": number, **fields}, separators=(",", ":"))
-            request.write(f"event: {kind}\ndata: {data}\n\n".encode())
+            request.write(f"event: {kind}\ndata: {data}\n\n".replace("\n", self.line_end).encode())
             number += 1
 
         send("response.created", response=response)

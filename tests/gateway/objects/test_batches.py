@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,11 @@ from response_worker import FakeResponses, Keys, call, stored_world
 from waiting import LONG_S, until
 from world import Got, World, _got
 
-from stoker.gateway.http import HttpRequest
+from stoker.base.errors import InvalidRequest
+from stoker.gateway.http import HttpRequest, ResponseLost
+from stoker.gateway.objects import file_table
+from stoker.gateway.objects.file_table import PIECE_BYTES
+from stoker.gateway.objects.multipart import read_form
 
 BOUNDARY = b"x-boundary"
 CHAT = "/v1/chat/completions"
@@ -325,6 +331,13 @@ async def test_a_wrong_batch_names_the_field(tmp_path: Path, body: dict[str, Any
         form(b"x", "no such purpose"),
         b"--" + BOUNDARY + b"\r\n" * 5000,
         (b"--" + BOUNDARY + b'\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n') * 50,
+        b"--"
+        + BOUNDARY
+        + b'\r\nContent-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n'
+        # More digits than Python converts.
+        + b"9" * 5000
+        + b"\r\n"
+        + form(b"x"),
     ],
 )
 async def test_a_wrong_upload_is_refused(tmp_path: Path, body: bytes) -> None:
@@ -333,6 +346,21 @@ async def test_a_wrong_upload_is_refused(tmp_path: Path, body: bytes) -> None:
         assert got.status == 400, got.body
         assert (await call(world, "POST", "/v1/files", {"a": 1})).status == 400
         assert (await call(world, "GET", "/v1/files")).json["data"] == []
+
+
+@pytest.mark.parametrize("more", [b"a" * 8000, b'f="' + b"a" * 8000, b";a=" * 2000, b' ;a="\\' * 1000])
+def test_the_head_of_a_part_is_read_in_linear_time(more: bytes) -> None:
+    head = b'--x\r\nContent-Disposition: form-data; name="n%d"; '
+    body = b"".join(head % i + more + b"\r\n\r\n1\r\n" for i in range(15)) + b"--x--"
+    began_s = time.process_time()
+    assert len(read_form(b"multipart/form-data; boundary=x", body)) == 15
+    assert time.process_time() - began_s < 0.5  # it took 4 s
+
+
+def test_a_form_with_many_parts_of_one_name_is_refused() -> None:
+    part = b'--x\r\nContent-Disposition: form-data; name="n"\r\n\r\n1\r\n'
+    with pytest.raises(InvalidRequest, match="too many"):
+        read_form(b"multipart/form-data; boundary=x", part * 50 + b"--x--")
 
 
 async def test_a_file_of_any_bytes_is_kept_and_deleted(tmp_path: Path) -> None:
@@ -350,6 +378,33 @@ async def test_a_file_of_any_bytes_is_kept_and_deleted(tmp_path: Path) -> None:
         assert await store.read(lambda reader: list(reader.execute("SELECT SUM(num_bytes) FROM object_bytes"))) == [
             (0,)
         ]
+
+
+async def test_a_file_above_the_limit_leaves_nothing(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeChat()) as world:
+        world.gateway._parts.objects.files._max_tenant_bytes = 1000
+        got = await send_form(world, form(random.Random(0).randbytes(5000)))
+        assert (got.status, got.json["error"]["code"]) == (400, "file_quota_exceeded")
+        store = world.gateway._parts.objects._store
+        for table in ("files", "file_pieces"):
+            query = f"SELECT COUNT(*) FROM {table}"
+            assert await store.read(lambda reader, query=query: list(reader.execute(query))) == [(0,)]
+
+
+async def test_a_file_that_is_deleted_meanwhile_is_not_taken_for_whole(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeChat()) as world:
+        lines = [line(f"id-{i}", "line " + "x" * 1000) for i in range(600)]  # more than one piece
+        lines[200] += " " * (PIECE_BYTES - len("\n".join(lines[:201])) - 1)  # the first piece ends with a line
+        file_id = await upload(world, lines)
+        store = world.gateway._parts.objects._store
+        first = await store.read(lambda reader: file_table.piece(reader, file_id, 0))
+        assert first.endswith(b"\n")
+        await store.write(lambda changes: changes.execute("DELETE FROM file_pieces WHERE number > 0"))
+        with pytest.raises(ResponseLost):
+            await call(world, "GET", f"/v1/files/{file_id}/content")
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = await ended(world, (await call(world, "POST", "/v1/batches", body)).json["id"])
+        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "input_file_gone")
 
 
 async def test_a_draining_gateway_gives_its_lines_back(tmp_path: Path) -> None:

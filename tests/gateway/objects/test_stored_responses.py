@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from waiting import until
 from world import Got, World
 
 from stoker.gateway.config import ResponsesSettings
+from stoker.gateway.objects import response_table as table
+from stoker.gateway.objects.quota import QUOTA_TABLES
+from stoker.gateway.store.sqlite import SqliteStore
 
 PATH = "/v1/responses"
 
@@ -62,6 +66,33 @@ async def test_a_conversation_is_continued_by_the_id_of_its_last_response(tmp_pa
         broken = await create(world, {"input": "x", "previous_response_id": ids[2]})
         assert (broken.status, broken.json["error"]["code"]) == (400, "previous_response_not_found")
         assert ids[1] in broken.json["error"]["message"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_stream_of_an_engine_with_other_line_ends_is_stored(tmp_path: Path, background: bool) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses(line_end="\r\n")) as world:
+        got = await create(world, {"input": "a", "stream": True, "background": background})
+        events = events_of(got.body)
+        assert [event["type"] for event in events][-1] == "response.completed"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert (await wait_status(world, events[0]["response"]["id"], "completed"))["output"]
+
+
+def test_only_as_many_old_responses_as_needed_make_room(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+    store.declare(QUOTA_TABLES)
+    store.declare(table.RESPONSE_TABLES)
+    names = [f"resp_{i}" for i in range(6)]
+    with store.transaction() as changes:
+        for i, name in enumerate(names):
+            text = random.Random(i).randbytes(500).hex().encode()
+            row = {"tenant": "t", "key_id": "k", "expires_s": 9.0, "status": "completed", "previous_id": None}
+            stored = table.StoredResponse(id=name, created_s=float(i), input=text, response=b"{}", **row)
+            table.insert(changes, stored, 3000)
+        left = [name for name in names if table.get(changes, "t", name) is not None]
+    store.close()
+    assert left == names[-len(left) :]
+    assert len(left) > 2, left
 
 
 async def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
@@ -171,7 +202,7 @@ async def test_a_background_response_is_cancelled(tmp_path: Path, at_other: bool
         assert refused.status == 400
         deleted = (await create(world, {"input": "a", "background": True})).json["id"]
         await until(lambda: world.workers["w"].num_running == 1)
-        await call(world, "DELETE", f"{PATH}/{deleted}")
+        await call(other if at_other else world, "DELETE", f"{PATH}/{deleted}")
         await until(lambda: world.workers["w"].num_running == 0)
         assert (await call(world, "GET", f"{PATH}/{deleted}")).status == 404
 
@@ -180,6 +211,21 @@ async def test_a_busy_fleet_delays_a_background_response(tmp_path: Path) -> None
     async with stored_world(tmp_path / "s.db", FakeResponses(refuses=[503] * 4)) as world:
         created = (await create(world, {"input": "a", "background": True})).json["id"]
         assert (await wait_status(world, created, "completed"))["usage"]["total_tokens"] == 12
+
+
+@pytest.mark.parametrize("verb", ["cancel", "delete"])
+async def test_a_background_response_that_waits_for_a_busy_fleet_is_stopped(tmp_path: Path, verb: str) -> None:
+    script = FakeResponses(refuses=[503] * 1000)
+    async with stored_world(tmp_path / "s.db", script) as world:
+        created = (await create(world, {"input": "a", "background": True})).json["id"]
+        runs = world.gateway._parts.objects.responses.runs
+        await until(lambda: len(script.refuses) < 1000 and runs._running[created].is_complete)
+        if verb == "cancel":
+            got = await call(world, "POST", f"{PATH}/{created}/cancel")
+            assert got.json["status"] == "cancelled", got.json
+        else:
+            await call(world, "DELETE", f"{PATH}/{created}")
+        await until(lambda: not runs._tasks)  # it does not try again
 
 
 async def test_a_request_that_the_worker_refuses_fails(tmp_path: Path) -> None:
@@ -305,12 +351,24 @@ async def test_hostile_ids_and_queries_are_refused(tmp_path: Path) -> None:
         for name in ("resp_\0", "x" * 5000, "", "../x", "resp_%00"):
             got = await create(world, {"input": "a", "previous_response_id": name})
             assert (got.status, got.json["error"]["code"]) == (400, "previous_response_not_found")
-        for query in ("limit=" + "9" * 5000, "limit=0", "limit=-1", "after=%00", "order=up", "after=none"):
+        for query in (
+            "limit=" + "9" * 5000,
+            "limit=0",
+            "limit=-1",
+            "after=%00",
+            "order=up",
+            "after=none",
+            "limit=%C2%B2",
+        ):
             assert (await call(world, "GET", f"{PATH}/{one}/input_items?{query}")).status == 400, query
             assert (await call(world, "GET", f"/v1/files?{query}")).status == 400, query
         for query in ("limit=x", "after=%00", "after=none"):
             assert (await call(world, "GET", f"/v1/batches?{query}")).status == 400, query
         assert (await call(world, "GET", "/v1/files?purpose=%00")).status == 400
+        streamed = (await create(world, {"input": "a", "background": True, "stream": True})).body
+        path = f"{PATH}/{events_of(streamed)[0]['response']['id']}?stream=true&starting_after="
+        for number in ("%C2%B2", "x", "", "--1", "9" * 5000):
+            assert (await call(world, "GET", path + number)).status == (400 if number else 200), number
         for path in ("/v1/files/%20", "/v1/files/x/content", "/v1/batches/%20", "/v1/batchesx", "/v1/filesx"):
             assert (await call(world, "GET", path)).status in (400, 404), path
 

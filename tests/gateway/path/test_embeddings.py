@@ -7,14 +7,20 @@ import functools
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mocks import MockWorker, answers, drops
 from world import NOTHING, World
 
+from stoker.gateway.admission.budgets import UNITS
+from stoker.gateway.admission.limit_leases import LimitLeases
 from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.store.limit_tables import add_spent
+from stoker.gateway.store.sqlite import SqliteStore
+from stoker.gateway.store.store_threads import StoreThreads
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -80,6 +86,31 @@ async def test_an_engine_is_not_pointed_to_a_url(item: dict[str, Any]) -> None:
         assert (got.status, got.json["error"]["code"]) == (400, "unsupported_content")
         assert worker.bodies == []
         assert world.admission.num_in_flight == 0
+
+
+@in_event_loop
+async def test_an_escaped_key_is_a_key_and_a_text_is_not() -> None:
+    async with World() as world:
+        worker = await world.add("w", answers(EMBEDDING), dialect="vllm")
+        body = b'{"model": "m", "query": "q", "documents": [{"im\\u0061ge": "http://10.0.0.1/"}]}'
+        assert (await world.ask(body, "/v1/rerank")).status == 400
+        assert (await world.ask({"model": "m", "input": ["image", "audio"]}, "/v1/embeddings")).status == 200
+        assert [sent["input"] for sent in worker.jsons] == [["image", "audio"]]
+
+
+@in_event_loop
+async def test_limits_that_gateways_share_are_leased_first(tmp_path: Path) -> None:
+    key = KeySettings(name="k", sha256=hashlib.sha256(b"sk-k").hexdigest(), budget=1.0)
+    async with World(keys=[key]) as world:
+        await world.add("w", answers(EMBEDDING), dialect="vllm")
+        threads = StoreThreads(SqliteStore(tmp_path / "s.db"))
+        leases = world.admission._leases = LimitLeases(threads, "g", world.admission.clock)
+        await threads.write(lambda changes: add_spent(changes, {"key/k/money": UNITS}, 0.0))  # by another gateway
+        headers = [(b"authorization", b"Bearer sk-k")]
+        got = await world.ask({"model": "m", "input": "a"}, "/v1/embeddings", headers)
+        assert (got.status, got.json["error"]["code"]) == (429, "insufficient_quota")
+        await leases.close()
+        threads.close()
 
 
 @in_event_loop
