@@ -7,9 +7,9 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stoker.base.errors import ConfigError, ModelFilesError
+from stoker.base.errors import ConfigError
 from stoker.base.output import print_result
 from stoker.base.paths import expand_home
 
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from stoker.checkpoint.weight_files import read_json_object
     from stoker.planner.gpus import parse_gpus
     from stoker.planner.layouts import plan_layouts
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give the GPUs to plan for, for example --gpus 8xH100")
     gpus = parse_gpus(args.gpus)
     path = _config_path(args)
-    plan = plan_layouts(_read_config(path), args.model, gpus, args.context)
+    plan = plan_layouts(read_json_object(path), args.model, gpus, args.context)
     print_result(json.dumps(asdict(plan)) if args.json else _table(plan))
     return 0 if plan.picked is not None else 1
 
@@ -67,16 +68,6 @@ def _config_path(args: argparse.Namespace) -> Path:
         return given / "config.json"
     cache_dir: Path = args.cache_dir or default_cache_dir(os.environ)
     return resolve_model(args.model, cache_dir, progress_line(), args.offline).path / "config.json"
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        hf = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path} cannot be read: {error}") from error
-    if not isinstance(hf, dict):
-        raise ModelFilesError(f"{path} does not contain a JSON object")
-    return hf
 
 
 def _table(plan: LayoutPlan) -> str:
