@@ -6,6 +6,7 @@ The process group is an object of its own, not torch's global one: a process may
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,9 @@ import torch.distributed
 from torch import Tensor
 
 from stoker.parallel.collectives import Transfer, exchanging, sum_in_order
+
+_POLL = timedelta(seconds=0.5)  # how often a waiting rank looks whether its group was closed
+_TIMED_OUT = "Operation timed out"  # what gloo says at the end of a wait
 
 dist: Any = torch.distributed  # its compiled classes have no complete type annotations
 
@@ -54,11 +58,12 @@ class GlooCollectives:
         # A step may take minutes on a CPU. A rank that dies or hangs is noticed by its heartbeat (rank_watch.py), and its end
         # closes the connections.
         self._group._set_default_timeout(timedelta(days=1))
+        self._is_closed = False
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
         with exchanging():
-            self._group.allgather([parts], [x]).wait()
+            self.finish(self._group.allgather([parts], [x]))
         return parts
 
     def sum(self, x: Tensor) -> Tensor:
@@ -66,22 +71,38 @@ class GlooCollectives:
 
     def send(self, x: Tensor, rank: int) -> Transfer:
         with exchanging():
-            return _Sending(x, self._group.send([x], rank, 0))
+            return _Sending(x, self._group.send([x], rank, 0), self)
 
     def receive(self, into: Tensor, rank: int) -> None:
         with exchanging():
-            self._group.recv([into], rank, 0).wait()
+            self.finish(self._group.recv([into], rank, 0))
+
+    def finish(self, work: Any) -> None:
+        """Wait for an operation. gloo does not always notice that a rank has ended, so the wait also ends with `close`."""
+        while True:
+            try:
+                work.wait(_POLL)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or _TIMED_OUT not in str(error):
+                    raise
+                if self._is_closed:
+                    # The destructor of the group would wait for the operation, which may never end. So it never runs.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    raise
 
     def close(self) -> None:
-        self._group.abort()
+        if not self._is_closed:
+            self._is_closed = True
+            self._group.abort()
 
 
 class _Sending:
     """A tensor that is being sent. It is kept until the transfer is done."""
 
-    def __init__(self, x: Tensor, work: Any) -> None:
-        self._tensor, self._work = x, work
+    def __init__(self, x: Tensor, work: Any, group: GlooCollectives) -> None:
+        self._tensor, self._work, self._group = x, work, group
 
     def wait(self) -> None:
         with exchanging():
-            self._work.wait()
+            self._group.finish(self._work)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 
 import pytest
+import torch
 
 from stoker.base.ids import BlockId, Row
+from stoker.parallel.collectives import ExchangeFailed
+from stoker.parallel.gloo import GlooCollectives, GlooWorld
 from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
 from stoker.parallel.rank_link import Kind, LinkMessage
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
@@ -155,3 +159,26 @@ def test_other_digests_name_the_rank_and_the_step(first: str) -> None:
         action()
     assert watch.verdict is not None
     assert watch.verdict.startswith("rank 2 has diverged: in step 2 it sampled other tokens than rank 0")
+
+
+def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed() -> None:
+    """As when another rank hangs: its connection stays open."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    groups: dict[int, GlooCollectives] = {}
+
+    def connect(rank: int) -> None:
+        world = GlooWorld("127.0.0.1", port, rank, 2, 20.0, None if rank else listener)
+        groups[rank] = world.group("test", (0, 1))
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    closing = threading.Timer(0.5, groups[0].close)
+    closing.start()
+    with pytest.raises(ExchangeFailed):
+        groups[0].gather(torch.ones(3))
+    closing.join()
+    groups[1].close()

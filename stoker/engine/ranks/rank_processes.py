@@ -222,6 +222,8 @@ class RankProcesses:
             if verdict is not None:
                 log.error("rank_lost", reason=verdict)
                 self._kill()
+                if self._connections is not None:
+                    self._connections.close()  # rank 0 may wait for the lost rank
                 self._on_lost(RankLost(verdict))
                 return
 
