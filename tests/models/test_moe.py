@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,8 @@ def test_an_invalid_mixture_is_refused_by_name(change: dict[str, Any], named: st
 
 
 def test_a_layer_that_no_gpu_kernel_serves_is_named_before_memory_is_allocated() -> None:
-    changes = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5000}
-    family = family_of({**SHAPE, **MOE, **changes}, "here")
-    experts = family._config.layers[1].mlp
+    family = family_of({**SHAPE, **MOE, "architectures": ["Qwen3MoeForCausalLM"]}, "here")
+    experts = replace(family._config.layers[1].mlp, num_experts=5000)  # config.json may not have that many
     with torch.device("cuda:0"), pytest.raises(ModelFilesError, match=r"layers\.1\.mlp: num_experts is 5000.* 4096"):
         experts.build(64, all_plain, "layers.1.mlp")
     with torch.device("meta"):

@@ -32,6 +32,7 @@ _CHECK_S = 2.0  # how long the check for damage may delay the start
 _CHECK_STEPS = 10_000  # SQLite instructions between two looks at the clock: a fraction of a millisecond
 _MAX_IDLE_READERS = 8
 _MODE = 0o600
+_HEADER = b"SQLite format 3\0"  # how a database file begins; a new one is empty
 # Errors that a retry cannot fix: numbers beyond 64 bits, invalid Unicode, a missing value.
 _REFUSED = (OverflowError, UnicodeError, sqlite3.IntegrityError, sqlite3.InterfaceError)
 _VERSIONS = "CREATE TABLE IF NOT EXISTS store_tables (name TEXT PRIMARY KEY, version INTEGER NOT NULL)"
@@ -191,8 +192,16 @@ class SqliteStore:
 
 
 def make_private(path: Path) -> None:
-    """Create the file if it is missing, and let only its owner read and write it, with the files that SQLite adds."""
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _MODE))
+    """Create the file if it is missing, and let only its owner read and write it, with the files that SQLite adds.
+
+    A file that is not a database is not changed: a wrong path may name any file. Raises OSError for it.
+    """
+    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _MODE)
+    try:
+        if (begin := os.pread(file, len(_HEADER), 0)) and begin != _HEADER:
+            raise OSError("it is not a SQLite file; give another path, or restore the latest backup if it was one")
+    finally:
+        os.close(file)
     for one in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):
         if one.exists():
             one.chmod(_MODE)
