@@ -74,7 +74,7 @@ class FlexGate:
         return lane
 
     def interactive_ended(self, lane: str) -> None:
-        # A model that nobody serves leaves nothing behind: a client can think of many names.
+        # A model that no worker serves leaves nothing behind: a client can make up many names.
         if not self._has_quiet(lane) and self._num_workers(lane):
             self._busy_until_s[lane] = self._clock() + self._settings.quiet_s
         self._interactive[lane] -= 1

@@ -94,7 +94,7 @@ def compare(earlier: SentTurn, turn: SentTurn, keys: Sequence[Key]) -> Compariso
         return Comparison(earlier, "changed" if related else "unrelated", f"tool {tool}")
     at = _first_difference(old.messages, new.messages)
     if at == len(new.messages):
-        return Comparison(earlier, "continued" if earlier.salt == turn.salt else "salted")  # an earlier turn once more
+        return Comparison(earlier, "continued" if earlier.salt == turn.salt else "salted")  # an earlier turn, repeated
     is_resent = not set(old.messages[at:]).isdisjoint(new.messages[at:])
     is_rewritten = (
         turn.session is not None and turn.session == earlier.session and at + 1 < len(new.messages) and at > 0

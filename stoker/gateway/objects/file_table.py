@@ -83,7 +83,7 @@ def put_piece(changes: Transaction, file_id: str, number: int, data: bytes | mem
 
 
 def begin_file(changes: Transaction, file: StoredFile) -> None:
-    """Add a file that nobody sees until `complete_file`. If that never comes, it expires soon."""
+    """Add a file that no client sees until `complete_file`. If that never comes, it expires soon."""
     hidden = msgspec.structs.replace(file, stored_bytes=0, expires_s=file.created_s + _HIDDEN_S)
     values = [getattr(hidden, name.strip()) for name in _COLUMNS.split(",")]
     query = (

@@ -1,4 +1,4 @@
-"""The gate of flex requests keeps nothing of models that nobody serves."""
+"""The gate of flex requests keeps nothing of models that no worker serves."""
 
 from __future__ import annotations
 
