@@ -311,10 +311,13 @@ def test_a_prompt_of_the_old_tokenizer_does_not_reach_the_engine_of_another_mode
 ) -> None:
     server = start_server(inline_chars=0, text_threads=1)
     go_on = threading.Event()
-    server.context.text_threads.submit(go_on.wait, 60)
+    busy = threading.Event()
+    server.context.text_threads.submit(lambda: (busy.set(), go_on.wait(60)))
+    assert busy.wait(60)
+    waiting_texts = server.context.text_threads._work_queue
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(server.chat)
-        wait_for(lambda: server.state.num_running == 1)
+        wait_for(lambda: waiting_texts.qsize() == 1)  # the request now holds the old tokenizer
         server.context.text = replace(server.context.text)  # the drain has ended without this request
         go_on.set()
         refused = asked.result(60)
