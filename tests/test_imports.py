@@ -93,9 +93,12 @@ TABLE = {
         "msgspec",
         light=True,
     ),
+    "sim": Allowed(
+        "sched kv.blocks routing fleet gateway.admission gateway.config loadgen.prompts", "msgspec", light=True
+    ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
     "cli": Allowed(
-        "worker gateway up engine train planner proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "worker gateway up engine train planner sim proto text checkpoint loadgen kv.mooncake kv.store kernels",
         "aiohttp rich triton uvloop",
     ),
 }
