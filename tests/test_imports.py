@@ -98,7 +98,7 @@ TABLE = {
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
     "cli": Allowed(
-        "worker gateway up engine train planner sim proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "worker gateway up engine train planner sim routing proto text checkpoint loadgen kv.mooncake kv.store kernels",
         "aiohttp rich triton uvloop",
     ),
 }
