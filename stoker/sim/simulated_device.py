@@ -16,6 +16,7 @@ from stoker.sched.drafting import NoDrafting
 from stoker.sched.plan import Span, StepPlan
 from stoker.sched.sequence import Sequence
 from stoker.sched.step_costs import StepCosts
+from stoker.sched.step_work import work_of
 from stoker.sim.calibration import Calibration
 
 _MAX_RUN = 64  # decode-only steps in one plan
@@ -97,20 +98,10 @@ class SimulatedDevice:
 
     def start(self, plan: StepPlan, now_s: float) -> RunningStep:
         """Start a plan that has spans."""
-        rows = context = longest = 0
-        pairs = 0.0
         num_drafts = plan.num_drafts
-        for span in plan.spans:
-            known = span.count - span.num_drafts
-            end = span.start + known
-            if known == 1 and not span.in_prompt:
-                context += end
-            else:
-                pairs += known * (span.start + (known + 1) / 2)
-            rows += span.samples
-            longest = max(longest, end)
+        tokens, rows, context, pairs, longest = work_of(plan)
         is_run = num_drafts > 0 and not self._speculation.drafts
-        num_tokens = plan.num_tokens - num_drafts if is_run else plan.num_tokens
+        num_tokens = tokens - num_drafts if is_run else tokens
         first_s = (self._curve_s(num_tokens) + self._step.row_s * rows + self._step.attention_s * pairs) * self.slowdown
         context_s = self._step.context_s * self.slowdown
         num_steps = 1 + min([span.num_drafts for span in plan.spans]) if is_run else 1
