@@ -190,6 +190,8 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now and drop what runs."""
 
+    is_final: bool = False  # the worker stops; otherwise it may start another engine
+
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: TokenChunks
