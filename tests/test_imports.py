@@ -94,6 +94,7 @@ TABLE = {
         light=True,
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
+    "up.placement": Allowed("up", "ray", light=True),
     "cli": Allowed(
         "worker gateway up engine train planner proto text checkpoint loadgen kv.mooncake kv.store kernels",
         "aiohttp rich triton uvloop",
