@@ -33,6 +33,7 @@ T = TypeVar("T")
 def main() -> None:
     """Run a rank. The arguments are file descriptors and this rank's place among the readers of the ring."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when this process ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link_fd, memory, event, index, num_readers = map(int, sys.argv[1:6])
     link = RankLink(socket.socket(fileno=link_fd))
     try:
