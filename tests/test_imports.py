@@ -94,9 +94,10 @@ TABLE = {
         light=True,
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
+    "observe": Allowed("", light=True),
     "cli": Allowed(
-        "worker gateway up engine train planner proto text checkpoint loadgen kv.mooncake kv.store kernels",
-        "aiohttp rich triton uvloop",
+        "worker gateway up observe engine train planner proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "aiohttp msgspec rich triton uvloop",
     ),
 }
 

@@ -106,6 +106,7 @@ class GatewayServer:
     leases: LimitLeases | NoLeases
     retention: Retention
     meter: Meter | NoMeter
+    metrics: GatewayMetrics
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
     tls: ssl.SSLContext | None
@@ -302,6 +303,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         leases=leases,
         retention=Retention(threads, config.meter.keep_days),
         meter=meter,
+        metrics=metrics,
         request_log=request_log,
         tracing=tracing,
         tls=tls,
