@@ -91,7 +91,7 @@ def tokens(outputs: list[LLMOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["speculators", "eagle"])
+@pytest.mark.parametrize("name", ["speculators", "eagle", "vllm, MLA"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_in_the_row_table_are_those_of_the_reference(
     name: str, temperature: float, target: tuple[Path, Any], tmp_path: Path

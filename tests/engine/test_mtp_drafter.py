@@ -19,7 +19,9 @@ from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId, Row
 from stoker.engine.llm import LLM
+from stoker.engine.model_identity import read_hf_config
 from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START
+from stoker.models.family import family_of
 from stoker.sched.request import GenerateRequest, SamplingParams
 
 drafts_cost_nothing = speculation.drafts_cost_nothing
@@ -127,17 +129,20 @@ def test_drafts_change_no_answer(made: tuple[Path, PlainPrediction]) -> None:
     assert found["off"] == found["mtp"] == found["mtp,ngram"]
 
 
-def test_an_eagle3_head_drafts_for_latent_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "name"), [("kimi-k2.5", "specforge"), ("deepseek", "vllm, MLA")])
+def test_an_eagle3_head_drafts_for_latent_attention(model: str, name: str, tmp_path: Path) -> None:
+    """With grouped-query attention or latent attention in the head, whose KV is a group of its own."""
     folder, head = tmp_path / "model", tmp_path / "head"
-    make_tiny(folder, "deepseek", torch.float64, num_hidden_layers=LAYERS)
-    head.mkdir()
-    form = FORMATS["speculators"]
+    make_tiny(folder, model, torch.float64, num_hidden_layers=LAYERS)
+    form = FORMATS[name]
     write_head(head, form, make_tensors(form))
     found = []
     for drafter in ("off", f"eagle3:{head}"):
         with closing(LLM(folder, settings(drafter))) as llm:
             found.append([answer.token_ids for answer in llm.generate(PROMPTS, GREEDY, 16)])
             assert drafter == "off" or llm.built.scheduler.counters.draft_tokens
+            assert llm.built.layout.groups == family_of(read_hf_config(folder), "").kv_groups
+            assert llm.built.pool.num_free == llm.built.pool.num_blocks
     assert found[0] == found[1]
 
 
