@@ -7,7 +7,6 @@ shared expert. Layers after the last one are for drafts (multi-token prediction)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from stoker.models.dense import (
 from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import MODELS, ModelShape, field
 from stoker.models.latent import LatentNames, check_latent_fields, read_latent_attention
-from stoker.models.mtp import MtpCheckpoint
+from stoker.models.mtp import MtpCheckpoint, prediction_names
 from stoker.parallel.shard import WHOLE, Shard
 
 _YARN = {
@@ -107,23 +106,14 @@ class DeepseekV3(DecoderFamily):
         self.kv_groups = (attention.kv_group(len(config.layers)),)
         names = LatentNames(config, self._prefix)
         self.rules = names.rules()
-        drafting = range(len(config.layers), len(config.layers) + read_count(hf, "num_nextn_predict_layers"))
-        self.ignored = (
-            names.ignored() | {f"{self._prefix}model.layers.{number}." for number in drafting} | self._not_text
-        )
+        self.ignored = names.ignored() | prediction_names(hf, len(config.layers), self._prefix) | self._not_text
 
     def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
         return LatentNames(config, self._prefix, shard)
 
     def open_prediction(self, folder: Path) -> DraftCheckpoint:
         """See PredictsMore."""
-        if not read_count(self._hf, "num_nextn_predict_layers"):
-            raise ModelFilesError(
-                f"{folder}: config.json has no layer for drafts (num_nextn_predict_layers is 0); leave out the drafter 'mtp'"
-            )
-        [group] = self.kv_groups
-        sizes = (replace(group, num_layers=1), self.shape.num_heads)
-        return MtpCheckpoint(self._hf, folder, self._config, LatentNames(self._config, self._prefix), *sizes)
+        return MtpCheckpoint(self._hf, folder, self._config, self._names(self._config))
 
 
 @MODELS.register("KimiK25ForConditionalGeneration")

@@ -1,4 +1,4 @@
-"""The layer for drafts of a DeepSeek checkpoint: its guesses are those of a reference made of transformers' layers, and
+"""The layer for drafts of a DeepSeek or GLM checkpoint: its guesses are those of a reference made of transformers' layers, and
 drafts change no answer. EAGLE-3 heads draft for models with latent attention, too."""
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class PlainPrediction:
         return guesses
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainPrediction]:
-    """A model with a layer for drafts in its files, as DeepSeek-V3 has it, and its reference."""
+@pytest.fixture(scope="module", params=["deepseek", "glm4-moe"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainPrediction]:
+    """A model with a layer for drafts in its files, as DeepSeek-V3 and GLM-4.5 have it, and its reference."""
     folder = tmp_path_factory.mktemp("mtp")
-    reference = make_tiny(folder, "deepseek", torch.float64, num_hidden_layers=NUM_LAYERS + 1)
+    changes = {"num_hidden_layers": NUM_LAYERS + 1, "num_nextn_predict_layers": 1}
+    reference = make_tiny(folder, request.param, torch.float64, **changes)
     reference.config._attn_implementation = reference.config._experts_implementation = "eager"  # in float64
     torch.manual_seed(1)
     extra = {
@@ -146,13 +147,19 @@ def test_an_eagle3_head_drafts_for_latent_attention(model: str, name: str, tmp_p
     assert found[0] == found[1]
 
 
-def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, made: tuple[Path, PlainPrediction]) -> None:
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
     make_tiny(tmp_path / "kimi", "kimi-k2")
     with pytest.raises(ModelFilesError, match="num_nextn_predict_layers"):
         LLM(tmp_path / "kimi", settings("mtp"))
     make_tiny(tmp_path / "llama", "llama")
     with pytest.raises(ModelFilesError, match="no layer for drafts"):
         LLM(tmp_path / "llama", settings("mtp"))
+    make_tiny(tmp_path / "glm", "glm4-moe", num_nextn_predict_layers=0)
+    with pytest.raises(ModelFilesError, match="num_nextn_predict_layers"):
+        LLM(tmp_path / "glm", settings("mtp"))
+    make_tiny(tmp_path / "minimax", "minimax-m2", num_mtp_modules=3)
+    with pytest.raises(ModelFilesError, match=r"MiniMax-M2 is published without.*num_mtp_modules"):
+        LLM(tmp_path / "minimax", settings("mtp"))
     make_tiny(tmp_path / "cut", "deepseek")
     with pytest.raises(ModelFilesError, match="eh_proj"):
         LLM(tmp_path / "cut", settings("mtp"))
