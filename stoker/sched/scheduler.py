@@ -87,6 +87,7 @@ class _LaunchedPlan(NamedTuple):
     seqs: list[Sequence]
     row_epochs: list[int]
     num_tokens: int
+    num_guesses: int
 
 
 class Scheduler:
@@ -262,11 +263,12 @@ class Scheduler:
         if builder.drafts:
             builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
             self._drafting.launched(builder.drafts)
-        plan = builder.build(self._freed_rows, self._unfilled)
+        plan = builder.build(self._freed_rows, self._unfilled, self._drafting.num_guesses)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
         self._num_plans += 1
-        self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
+        seqs = list(builder.counts)
+        self._launched.append(_LaunchedPlan(plan.spans, seqs, row_epochs, plan.num_tokens, plan.num_guesses))
         self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
         self.counters.draft_tokens += plan.num_drafts
         return plan
@@ -324,13 +326,13 @@ class Scheduler:
     def commit(self, result: StepResult) -> TokenChunks:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
-        spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        spans, seqs, row_epochs, num_tokens, num_guesses = self._launched.popleft()
         self._num_commits += 1
         while self._cooling_rows and self._cooling_rows[0][0] <= self._num_commits:
             self._give_back_row(self._cooling_rows.popleft()[1])
         done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
-            self.step_size.record(num_tokens, len(spans), result.step_s)
+            self.step_size.record(num_tokens, len(spans), result.step_s, num_guesses)
         for i, (span, seq, row_epoch, token_ids) in enumerate(
             zip(spans, seqs, row_epochs, result.token_ids, strict=True)
         ):

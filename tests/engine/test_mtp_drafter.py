@@ -23,6 +23,7 @@ from stoker.engine.model_identity import read_hf_config
 from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START
 from stoker.models.family import family_of
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.train.evaluate import EveryDraft
 
 drafts_cost_nothing = speculation.drafts_cost_nothing
 NUM_LAYERS, HIDDEN = 3, 72
@@ -97,7 +98,7 @@ def settings(drafter: str) -> EngineSettings:
 def test_guesses_are_those_of_the_reference(made: tuple[Path, PlainPrediction]) -> None:
     folder, plain = made
     prompt, compared = PROMPTS[2], 0
-    with closing(LLM(folder, settings("mtp"))) as llm:
+    with closing(LLM(folder, settings("mtp"), wrap_drafting=EveryDraft)) as llm:
         engine, rows = llm.built.engine, llm.built.engine._runner._rows
         known = list(prompt)
         engine.add(GenerateRequest(RequestId("r"), prompt, len(prompt), GREEDY, 10))
