@@ -74,6 +74,8 @@ class Counters:
     generated_tokens: int = 0
     draft_tokens: int = 0  # verified drafts; not among the computed tokens
     accepted_draft_tokens: int = 0
+    draft_step_s: float = 0.0  # time of decode-only steps with drafts or guesses
+    undrafted_s: float = 0.0  # the fitted time that their tokens would have taken without drafts
     preemptions: int = 0
     loaded_tokens: int = 0  # tokens whose KV came from a tier
     pulled_tokens: int = 0  # tokens whose KV came from another worker
@@ -350,8 +352,18 @@ class Scheduler:
                 if span.num_drafts:
                     token_ids = self._take_drafts(seq, span, token_ids, has_row)
                 self._append_tokens(seq, token_ids, has_row, i, result, chunks)
-        self.counters.generated_tokens += sum(map(len, chunks.token_ids))
+        num_generated = sum(map(len, chunks.token_ids))
+        self.counters.generated_tokens += num_generated
+        if num_guesses or num_tokens > len(spans):
+            self._count_speed(spans, num_tokens, num_generated, result.step_s)
         return chunks
+
+    def _count_speed(self, spans: list[Span], num_tokens: int, num_generated: int, step_s: float) -> None:
+        """Compare the time of a step with drafts with that of the same tokens without. Mixed steps are left out."""
+        num_rows = len(spans)
+        if num_tokens == num_rows + sum(span.num_drafts for span in spans) and all(span.samples for span in spans):
+            self.counters.draft_step_s += step_s
+            self.counters.undrafted_s += self.step_size.costs.decode_s(num_rows) * num_generated / num_rows
 
     def _take_drafts(self, seq: Sequence, span: Span, token_ids: list[int], has_row: bool) -> list[int]:
         """Take in the outcome of a span with drafts. Return its tokens up to the sequence's last."""
