@@ -74,6 +74,8 @@ class Counters:
     generated_tokens: int = 0
     draft_tokens: int = 0  # verified drafts; not among the computed tokens
     accepted_draft_tokens: int = 0
+    draft_step_s: float = 0.0  # time of decode-only steps with drafts or guesses
+    undrafted_s: float = 0.0  # the fitted time that their tokens would have taken without drafts
     preemptions: int = 0
     loaded_tokens: int = 0  # tokens whose KV came from a tier
     pulled_tokens: int = 0  # tokens whose KV came from another worker
@@ -87,6 +89,7 @@ class _LaunchedPlan(NamedTuple):
     seqs: list[Sequence]
     row_epochs: list[int]
     num_tokens: int
+    num_guesses: int
 
 
 class Scheduler:
@@ -262,11 +265,12 @@ class Scheduler:
         if builder.drafts:
             builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
             self._drafting.launched(builder.drafts)
-        plan = builder.build(self._freed_rows, self._unfilled)
+        plan = builder.build(self._freed_rows, self._unfilled, self._drafting.num_guesses)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
         self._num_plans += 1
-        self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
+        seqs = list(builder.counts)
+        self._launched.append(_LaunchedPlan(plan.spans, seqs, row_epochs, plan.num_tokens, plan.num_guesses))
         self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
         self.counters.draft_tokens += plan.num_drafts
         return plan
@@ -324,13 +328,13 @@ class Scheduler:
     def commit(self, result: StepResult) -> TokenChunks:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
-        spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        spans, seqs, row_epochs, num_tokens, num_guesses = self._launched.popleft()
         self._num_commits += 1
         while self._cooling_rows and self._cooling_rows[0][0] <= self._num_commits:
             self._give_back_row(self._cooling_rows.popleft()[1])
         done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
-            self.step_size.record(num_tokens, len(spans), result.step_s)
+            self.step_size.record(num_tokens, len(spans), result.step_s, num_guesses)
         for i, (span, seq, row_epoch, token_ids) in enumerate(
             zip(spans, seqs, row_epochs, result.token_ids, strict=True)
         ):
@@ -348,8 +352,18 @@ class Scheduler:
                 if span.num_drafts:
                     token_ids = self._take_drafts(seq, span, token_ids, has_row)
                 self._append_tokens(seq, token_ids, has_row, i, result, chunks)
-        self.counters.generated_tokens += sum(map(len, chunks.token_ids))
+        num_generated = sum(map(len, chunks.token_ids))
+        self.counters.generated_tokens += num_generated
+        if num_guesses or num_tokens > len(spans):
+            self._count_speed(spans, num_tokens, num_generated, result.step_s)
         return chunks
+
+    def _count_speed(self, spans: list[Span], num_tokens: int, num_generated: int, step_s: float) -> None:
+        """Compare the time of a step with drafts with that of the same tokens without. Mixed steps are left out."""
+        num_rows = len(spans)
+        if num_tokens == num_rows + sum(span.num_drafts for span in spans) and all(span.samples for span in spans):
+            self.counters.draft_step_s += step_s
+            self.counters.undrafted_s += self.step_size.costs.decode_s(num_rows) * num_generated / num_rows
 
     def _take_drafts(self, seq: Sequence, span: Span, token_ids: list[int], has_row: bool) -> list[int]:
         """Take in the outcome of a span with drafts. Return its tokens up to the sequence's last."""
