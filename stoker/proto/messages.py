@@ -187,6 +187,13 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease_id: str
 
 
+class HandOff(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End this request as soon as its launched steps are done, and keep its KV under this lease for another worker."""
+
+    request_id: RequestId
+    lease_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now and drop what runs."""
 
@@ -195,7 +202,7 @@ class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: TokenChunks
 
 
-ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown
+ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | HandOff | Shutdown
 FromEngine = Prepared | EngineInfo | EngineStats | Beat | LoadProgress | StartFailed | Chunks | KvEvents
 
 
