@@ -102,6 +102,11 @@ class ServerSettings:
         unit="s",
         ge=0,
     )
+    no_move: bool = setting(
+        False,
+        "Finish running requests here when this worker drains. By default, gateways continue them on other workers.",
+        flag="--no-move",
+    )
     cache_dir: Path | None = setting(
         None,
         "Folder for downloaded and converted models, compiled kernels and tuned tiles.",

@@ -222,6 +222,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     role: WorkerRole
     ready: bool  # the engine accepts requests
     draining: bool
+    moving: bool = False  # with `draining`: gateways shall continue its requests on other workers
     waiting_sequences: int
     waiting_tokens: int
     running_sequences: int
@@ -257,6 +258,7 @@ class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):
     """The heartbeat of a worker. A gateway removes a worker whose heartbeats end."""
 
     url: str
+    moving: bool = False  # when it signs off: gateways shall continue its requests on other workers
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
