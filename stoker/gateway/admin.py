@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from inspect import isawaitable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -23,15 +24,18 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.store.audit import AUDIT_TABLES, audit, last_audits
 from stoker.gateway.store.store import StoreRefused
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
+    ADMIN_DRAIN_PATH,
     ADMIN_FLEET_PATH,
     ADMIN_MISSES_PATH,
     ADMIN_STATUS_PATH,
+    ADMIN_UNDRAIN_PATH,
     GatewayStatus,
     MissList,
     ReportedLoad,
@@ -39,6 +43,7 @@ from stoker.proto.admin_api import (
     WorkerList,
     WorkerStatus,
 )
+from stoker.proto.moves import DutyRequest
 from stoker.routing.router import Router
 
 _MAX_ROUTES = 1000
@@ -58,6 +63,7 @@ class AdminView:
     router: Router
     admission: Admission
     workers: MembershipChanges
+    moves: Moves
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
     misses: Callable[[str | None], MissList]
@@ -81,8 +87,8 @@ class AdminEndpoint:
             (b"GET", b"/admin/queues"): self._queues,
             (b"GET", ADMIN_MISSES_PATH.encode()): self._misses,
             (b"GET", _AUDIT_PATH): self._no_audit,
-            (b"POST", b"/admin/drain"): self._drain,
-            (b"POST", b"/admin/undrain"): self._undrain,
+            (b"POST", ADMIN_DRAIN_PATH.encode()): self._drain,
+            (b"POST", ADMIN_UNDRAIN_PATH.encode()): self._undrain,
             (b"POST", b"/admin/workers"): self._add_worker,
             (b"DELETE", b"/admin/workers"): self._remove_worker,
         }
@@ -104,6 +110,8 @@ class AdminEndpoint:
             count = _count(query, 100)
             return json_reply({"audit": await self._store.read(lambda reader: last_audits(reader, count))})
         answer = handler(request, query)
+        if isawaitable(answer):
+            answer = await answer
         if request.method != b"GET":
             await self._audit(request, query)
         return json_reply(answer)
@@ -153,18 +161,38 @@ class AdminEndpoint:
 
     # ---- changing
 
-    def _drain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
-        return self._set_drain(query, True)
+    async def _drain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
+        member, view = self._member(query), self._view
+        moves = _flag(query, "move")
+        if moves and (stuck := view.moves.stuck_models(member.worker_id)):
+            raise Overloaded(
+                f"Worker {member.worker_id} runs requests of {', '.join(sorted(stuck))}, and no other usable Stoker worker "
+                "that decodes serves it: add one, or drain without moving and wait for the requests.",
+                code="no_move_target",
+            )
+        view.fleet.drain(member.worker_id, view.clock(), True)
+        log.event(
+            "worker_drained", worker=member.worker_id, moves=moves, running=view.moves.num_running(member.worker_id)
+        )
+        if moves:
+            view.moves.begin(member)
+            await self._tell(member, DutyRequest(draining=True, moving=True))
+        return self._describe(member, view.clock())
 
-    def _undrain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
-        return self._set_drain(query, False)
-
-    def _set_drain(self, query: dict[str, str], on: bool) -> WorkerStatus:
+    async def _undrain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
         member = self._member(query)
-        now = self._view.clock()
-        self._view.fleet.drain(member.worker_id, now, on)
-        log.event("worker_drained" if on else "worker_undrained", worker=member.worker_id)
-        return self._describe(member, now)
+        self._view.fleet.drain(member.worker_id, self._view.clock(), False)
+        log.event("worker_undrained", worker=member.worker_id)
+        await self._tell(member, DutyRequest(draining=False))
+        return self._describe(member, self._view.clock())
+
+    async def _tell(self, member: Member, duty: DutyRequest) -> None:
+        """Tell a Stoker worker its duty, so that the other gateways follow. This gateway follows in any case."""
+        if member.spec.dialect not in self._view.moves.dialects:
+            return
+        refusal = await self._view.moves.change_duty(member, duty)
+        if refusal is not None:
+            log.warning("duty_refused", worker=member.worker_id, reason=refusal, hint="other gateways do not follow")
 
     def _add_worker(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus | dict[str, Any]:
         try:
@@ -240,6 +268,13 @@ def _count(query: dict[str, str], default: int) -> int:
     if not (len(text) <= 8 and text.isdecimal() and 1 <= int(text) <= _MAX_ROUTES):
         raise InvalidRequest(f"n={text[:40]!r}: it must be a number from 1 to {_MAX_ROUTES}.", param="n")
     return int(text)
+
+
+def _flag(query: dict[str, str], name: str) -> bool:
+    text = query.get(name, "0")
+    if text not in ("0", "1"):
+        raise InvalidRequest(f"{name}={text[:40]!r}: it must be 0 or 1.", param=name)
+    return text == "1"
 
 
 def _float(value: object) -> float:

@@ -21,6 +21,7 @@ import stoker
 from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.fleet_key import FleetKey, read_fleet_secret
+from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
@@ -43,11 +44,13 @@ from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.call import requested_model
+from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -188,6 +191,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
+    moves = Moves(fleet, upstreams, clock, resuming_dialects())
     watchers = Watchers(
         fleet,
         indexes,
@@ -197,14 +201,15 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
+        on_moving=partial(_begin_move, fleet, moves),
         other_work=OtherWork(load_book, name),
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints, name)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, moves, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
-    membership = Membership(fleet, load_book, watchers, upstreams, clock)
+    membership = Membership(fleet, load_book, watchers, upstreams, moves, clock)
     location = config.store_location
     store = None if location is None else location.open()
     prices = PriceList(config.price)
@@ -217,7 +222,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
+    view = AdminView(fleet, load_book, router, admission, membership, moves, clock, status, misses.report)
     group = ProcessGroup(
         config.process,
         config.process_ports,
@@ -306,6 +311,12 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         tracing=tracing,
         tls=tls,
     )
+
+
+def _begin_move(fleet: Fleet, moves: Moves, worker_id: WorkerId) -> None:
+    member = fleet.member(worker_id)
+    if member is not None:
+        moves.begin(member)
 
 
 def _ended(metrics: GatewayMetrics, request_log: RequestLog | NoRequestLog, row: UsageRow) -> None:

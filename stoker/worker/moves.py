@@ -114,5 +114,7 @@ def _change(context: WorkerContext, wanted: DutyRequest) -> None:
 async def wait_pulled(service: Service, seconds: float) -> None:
     """Wait until other workers have pulled the KV of moved requests, at most `seconds`. They compute it otherwise."""
     until_s = time.monotonic() + seconds
-    while service.ready and service.stats is not None and service.stats.held_leases and time.monotonic() < until_s:
+    while time.monotonic() < until_s:
+        if not (service.ready and service.stats is not None and service.stats.held_leases):
+            return
         await asyncio.sleep(_POLL_S)

@@ -22,6 +22,9 @@ from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import AdmissionSettings, PriceSettings
 from stoker.gateway.doctor.miss_parts import MissPart
 from stoker.gateway.doctor.miss_totals import MissTotals
+from stoker.gateway.path.dialects.dialect import resuming_dialects
+from stoker.gateway.path.moves import Moves
+from stoker.gateway.path.upstream import Upstreams
 from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
@@ -57,13 +60,16 @@ class World:
         self.misses = MissTotals(
             PriceList([PriceSettings(model="m", input=2.0, output=8.0, cached_input=0.5)]), "EUR", 50.0
         )
-        view = AdminView(self.fleet, self.ledger, self.router, self.admission, self, clock, status, self.misses.report)
+        moves = Moves(self.fleet, Upstreams(), clock, resuming_dialects())
+        view = AdminView(
+            self.fleet, self.ledger, self.router, self.admission, self, moves, clock, status, self.misses.report
+        )
         self.admin = AdminEndpoint(AdminToken(token), view)
 
     def add(self, spec: WorkerSpec) -> None:
         self.fleet.add(spec, self.now)
 
-    def remove(self, worker_id: WorkerId) -> None:
+    def remove(self, worker_id: WorkerId, *, moves: bool = False) -> None:
         self.fleet.remove(worker_id, self.now)
 
     def reply(self, *args: Any, **more: Any) -> Reply:

@@ -77,6 +77,7 @@ class WatchContext:
     clock: Callable[[], float]
     signers: WorkerSigners
     on_lost: Callable[[WorkerId], None]
+    on_moving: Callable[[WorkerId], None]  # the worker drains, and wants its requests to continue elsewhere
     other_work: OtherWork
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
@@ -346,6 +347,8 @@ class Watcher:
         # A new process gets no requests before its models are known: the worker may have been given another one.
         is_known = self._process_id in (None, report.worker_id)
         self._report_state(True, is_known and report.ready and not report.draining and self._is_proven)
+        if report.draining and report.moving and self._is_proven:
+            self._context.on_moving(self.spec.worker_id)
         if not is_known:
             self._info = None
             self._learn_soon()

@@ -37,6 +37,7 @@ class Watchers:
         api_keys: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_lost: Callable[[WorkerId], None] = lambda worker_id: None,
+        on_moving: Callable[[WorkerId], None] = lambda worker_id: None,
         other_work: OtherWork | None = None,
     ) -> None:
         self._context = WatchContext(
@@ -47,6 +48,7 @@ class Watchers:
             clock=clock,
             signers=signers or WorkerSigners(),
             on_lost=on_lost,
+            on_moving=on_moving,
             other_work=other_work or OtherWork(LoadBook(), ""),
             zmq_context=zmq.Context(),
         )
