@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -203,12 +204,16 @@ def test_workers_register_with_a_secret_and_leave(tiny_folder: Path, tmp_path: P
     with ExitStack() as stack:
         stack.callback(gateway.stop)
         gateway.start()
-        worker = Process(
-            ["serve", str(tiny_folder), *WORKER_OPTIONS, "--gateway", gateway.url, *secret], tmp_path / "worker.log"
-        )
-        stack.callback(worker.stop)
-        worker.start()
-        wait_for(lambda: usable_workers(gateway) == 1)
+        serve = ["serve", str(tiny_folder), *WORKER_OPTIONS, "--gateway", gateway.url, *secret]
+        workers = [Process(serve, tmp_path / f"worker-{i}.log") for i in range(2)]
+        for worker in workers:
+            stack.callback(worker.stop)
+        starts = [threading.Thread(target=worker.start) for worker in workers]
+        for start in starts:
+            start.start()
+        for start in starts:
+            start.join()
+        wait_for(lambda: usable_workers(gateway) == 2)
         client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["tiny"]
         messages: Any = [{"role": "user", "content": "hello"}]
@@ -219,8 +224,27 @@ def test_workers_register_with_a_secret_and_leave(tiny_folder: Path, tmp_path: P
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="nobody", messages=messages)
-        assert worker.process is not None
-        worker.process.send_signal(signal.SIGTERM)
+
+        # A worker that is told to end, such as on a spot instance, gives its streams to the other one.
+        body = {"model": "tiny", "messages": messages, "max_tokens": 250, "ignore_eos": True, "seed": 5, "stream": True}
+        moved = Exchange(gateway.port, body)
+        wait_for(lambda: len(moved.events) > 2)
+        source = RealFleet(workers, gateway, tmp_path).serving_worker()
+        assert source.process is not None
+        with source.stopped(engine=True):  # so that the stream does not end before it moves
+            source.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "requests_move" in source.log_path.read_text())
+        assert source.process.wait(60) == 0
+        moved.wait()
+        again = Exchange(gateway.port, body)
+        again.wait()
+        assert moved.said == again.said
+        assert gateway.metrics()['stoker_gateway_moves_total{outcome="with_kv"}'] == 1
+        wait_for(lambda: usable_workers(gateway) == 1)
+
+        for worker in workers:
+            assert worker.process is not None
+            worker.process.send_signal(signal.SIGTERM)
         wait_for(lambda: not gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"])
     assert "a shared secret" not in (tmp_path / "gateway.log").read_text()
     assert json.loads((tmp_path / "gateway.log").read_text().splitlines()[0])
