@@ -1,4 +1,4 @@
-"""`/admin/*`: shows fleet, recent routes, reservations and queues; drains, adds and removes workers. All JSON.
+"""`/admin/*`: shows fleet, recent routes, reservations and queues; changes the worker list, drains and roles. All JSON.
 
 Requests need the admin token. If none is configured, the admin API is disabled. It only reads the state of other
 components; changes of the worker list go through `MembershipChanges`.
@@ -20,11 +20,12 @@ from stoker.base.log import EventLog
 from stoker.base.settings import from_table
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
+from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
-from stoker.gateway.path.moves import Moves
+from stoker.gateway.duties import Duties
 from stoker.gateway.store.audit import AUDIT_TABLES, audit, last_audits
 from stoker.gateway.store.store import StoreRefused
 from stoker.gateway.store.store_threads import StoreThreads
@@ -34,6 +35,7 @@ from stoker.proto.admin_api import (
     ADMIN_DRAIN_PATH,
     ADMIN_FLEET_PATH,
     ADMIN_MISSES_PATH,
+    ADMIN_ROLE_PATH,
     ADMIN_STATUS_PATH,
     ADMIN_UNDRAIN_PATH,
     GatewayStatus,
@@ -43,7 +45,6 @@ from stoker.proto.admin_api import (
     WorkerList,
     WorkerStatus,
 )
-from stoker.proto.moves import DutyRequest
 from stoker.routing.router import Router
 
 _MAX_ROUTES = 1000
@@ -63,7 +64,7 @@ class AdminView:
     router: Router
     admission: Admission
     workers: MembershipChanges
-    moves: Moves
+    duties: Duties
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
     misses: Callable[[str | None], MissList]
@@ -89,6 +90,7 @@ class AdminEndpoint:
             (b"GET", _AUDIT_PATH): self._no_audit,
             (b"POST", ADMIN_DRAIN_PATH.encode()): self._drain,
             (b"POST", ADMIN_UNDRAIN_PATH.encode()): self._undrain,
+            (b"POST", ADMIN_ROLE_PATH.encode()): self._set_role,
             (b"POST", b"/admin/workers"): self._add_worker,
             (b"DELETE", b"/admin/workers"): self._remove_worker,
         }
@@ -162,37 +164,22 @@ class AdminEndpoint:
     # ---- changing
 
     async def _drain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
-        member, view = self._member(query), self._view
-        moves = _flag(query, "move")
-        if moves and (stuck := view.moves.stuck_models(member.worker_id)):
-            raise Overloaded(
-                f"Worker {member.worker_id} runs requests of {', '.join(sorted(stuck))}, and no other usable Stoker worker "
-                "that decodes serves it: add one, or drain without moving and wait for the requests.",
-                code="no_move_target",
-            )
-        view.fleet.drain(member.worker_id, view.clock(), True)
-        log.event(
-            "worker_drained", worker=member.worker_id, moves=moves, running=view.moves.num_running(member.worker_id)
-        )
-        if moves:
-            view.moves.begin(member)
-            await self._tell(member, DutyRequest(draining=True, moving=True))
-        return self._describe(member, view.clock())
+        member = self._member(query)
+        await self._view.duties.drain(member, move=_flag(query, "move"))
+        return self._describe(member, self._view.clock())
 
     async def _undrain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
         member = self._member(query)
-        self._view.fleet.drain(member.worker_id, self._view.clock(), False)
-        log.event("worker_undrained", worker=member.worker_id)
-        await self._tell(member, DutyRequest(draining=False))
+        await self._view.duties.undrain(member)
         return self._describe(member, self._view.clock())
 
-    async def _tell(self, member: Member, duty: DutyRequest) -> None:
-        """Tell a Stoker worker its duty, so that the other gateways follow. This gateway follows in any case."""
-        if member.spec.dialect not in self._view.moves.dialects:
-            return
-        refusal = await self._view.moves.change_duty(member, duty)
-        if refusal is not None:
-            log.warning("duty_refused", worker=member.worker_id, reason=refusal, hint="other gateways do not follow")
+    async def _set_role(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
+        member, name = self._member(query), query.get("role", "")
+        if name not in set(Role):
+            roles = ", ".join(role.value for role in Role)
+            raise InvalidRequest(f"role={name[:40]!r}: it must be one of {roles}.", param="role")
+        await self._view.duties.set_role(member, Role(name), move=_flag(query, "move"))
+        return self._describe(member, self._view.clock())
 
     def _add_worker(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus | dict[str, Any]:
         try:

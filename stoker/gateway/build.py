@@ -21,7 +21,6 @@ import stoker
 from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.fleet_key import FleetKey, read_fleet_secret
-from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
@@ -38,6 +37,7 @@ from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
+from stoker.gateway.duties import Duties
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
@@ -192,6 +192,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
     moves = Moves(fleet, upstreams, clock, resuming_dialects())
+    duties = Duties(fleet, moves, clock)
     watchers = Watchers(
         fleet,
         indexes,
@@ -201,7 +202,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
-        on_moving=partial(_begin_move, fleet, moves),
+        on_moving=duties.saw_moving,
+        on_role=duties.saw_role,
         other_work=OtherWork(load_book, name),
     )
     hints = HandoffHints(watchers.info)
@@ -222,7 +224,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, moves, clock, status, misses.report)
+    view = AdminView(fleet, load_book, router, admission, membership, duties, clock, status, misses.report)
     group = ProcessGroup(
         config.process,
         config.process_ports,
@@ -311,12 +313,6 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         tracing=tracing,
         tls=tls,
     )
-
-
-def _begin_move(fleet: Fleet, moves: Moves, worker_id: WorkerId) -> None:
-    member = fleet.member(worker_id)
-    if member is not None:
-        moves.begin(member)
 
 
 def _ended(metrics: GatewayMetrics, request_log: RequestLog | NoRequestLog, row: UsageRow) -> None:

@@ -12,6 +12,7 @@ ADMIN_FLEET_PATH = "/admin/fleet"
 ADMIN_MISSES_PATH = "/admin/misses"
 ADMIN_DRAIN_PATH = "/admin/drain"
 ADMIN_UNDRAIN_PATH = "/admin/undrain"
+ADMIN_ROLE_PATH = "/admin/role"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -220,6 +220,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     number: int
     role: WorkerRole
+    role_assigned: bool = (
+        False  # it was given this role while it ran, so that the gateway's configuration does not count
+    )
     ready: bool  # the engine accepts requests
     draining: bool
     moving: bool = False  # with `draining`: gateways shall continue its requests on other workers

@@ -52,6 +52,7 @@ def worker_report(context: WorkerContext, number: int) -> WorkerReport:
         worker_id=context.identity.worker_id,
         number=number,
         role=context.identity.role,
+        role_assigned=context.identity.role_assigned,
         ready=service.ready,
         draining=context.state.draining,
         moving=context.state.moving,

@@ -103,7 +103,7 @@ async def change_duty(request: web.Request) -> web.Response:
 
 def _change(context: WorkerContext, wanted: DutyRequest) -> None:
     if wanted.role is not None:
-        context.identity = replace(context.identity, role=wanted.role)
+        context.identity = replace(context.identity, role=wanted.role, role_assigned=True)
     if wanted.draining is True:
         context.state.begin_drain("operator", moves=wanted.moving)
     elif wanted.draining is False:

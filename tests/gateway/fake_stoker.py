@@ -41,6 +41,9 @@ class FakeStoker:
                 self.moved.update(json.loads(request.body)["names"])
             request.respond(404 if self.refuses_moves else 202, JSON, b"{}")
             return
+        if request.path == b"/stoker/duty":
+            request.respond(403, JSON, b"{}")
+            return
         body = json.loads(request.body)
         dies = self.dies.pop(0) if self.dies else None
         fails = self.fails.pop(0) if self.fails else None

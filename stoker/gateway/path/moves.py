@@ -89,11 +89,12 @@ class Moves:
         return {model for model in models if not self._has_target(worker_id, model)}
 
     def begin(self, member: Member) -> None:
-        """Start to move the requests of a worker, if there are any. Does nothing while a move of this worker is in progress."""
+        """Start to move the requests that a worker runs now, if there are any. Does nothing while it already moves some."""
         worker_id = member.worker_id
         if worker_id in self._tasks or not self._movable(worker_id):
             return
-        task = self._tasks[worker_id] = asyncio.create_task(self._move(member), name=f"move-{worker_id}")
+        legs = set(self._legs[worker_id])
+        task = self._tasks[worker_id] = asyncio.create_task(self._move(member, legs), name=f"move-{worker_id}")
         task.add_done_callback(lambda _: self._tasks.pop(worker_id, None))
 
     async def change_duty(self, member: Member, duty: DutyRequest) -> str | None:
@@ -123,26 +124,26 @@ class Moves:
             for other in self._fleet.pool(model, self._clock()).members
         )
 
-    async def _move(self, member: Member) -> None:
-        worker_id = member.worker_id
+    async def _move(self, member: Member, chosen: set[MovableLeg]) -> None:
+        worker_id, began_s = member.worker_id, asyncio.get_running_loop().time()
         upstream = self._upstreams.apart(member)
-        num_legs, began_s = self.num_running(worker_id), asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(_MOVE_S):
-                while legs := self._movable(worker_id)[:MAX_MOVED]:
+                while legs := [leg for leg in self._movable(worker_id) if leg in chosen][:MAX_MOVED]:
                     for leg in legs:
                         leg.asked = True
                     await self._ask(upstream, worker_id, [leg.name for leg in legs])
                     await asyncio.sleep(_AGAIN_S)
         except TimeoutError:
-            log.warning("move_unfinished", worker=worker_id, still_running=self.num_running(worker_id), seconds=_MOVE_S)
+            log.warning("move_unfinished", worker=worker_id, left=self._num_left(worker_id, chosen), seconds=_MOVE_S)
             return
         finally:
             upstream.pool.close()
-        seconds = round(asyncio.get_running_loop().time() - began_s, 3)
-        log.event(
-            "worker_moved", worker=worker_id, requests=num_legs, left=self.num_running(worker_id), seconds=seconds
-        )
+        seconds, left = asyncio.get_running_loop().time() - began_s, self._num_left(worker_id, chosen)
+        log.event("worker_moved", worker=worker_id, requests=len(chosen), left=left, seconds=round(seconds, 3))
+
+    def _num_left(self, worker_id: WorkerId, chosen: set[MovableLeg]) -> int:
+        return len(chosen & self._legs.get(worker_id, set()))
 
     async def _ask(self, upstream: Upstream, worker_id: WorkerId, names: list[str]) -> None:
         try:
