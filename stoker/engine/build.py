@@ -162,7 +162,7 @@ def build_engine(
     memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
     memory.add_reserve(working.reserve_bytes + working.spare_bytes)
-    if handoff.serves or store.tiers:
+    if handoff.prefills or store.tiers:
         progress("measuring", 0, 1)
         _measure_prefill(runner, config, kv, rates, resolved)
         store.measure()

@@ -21,7 +21,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockId, RequestId, Row
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
-from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
+from stoker.kv.blocks.transfer import KvTicket, LoadResult, OfferedBlock
 from stoker.sched.block_sets import BlockSets, PrefixMatch
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.drafting import Drafting, NoDrafting
@@ -122,6 +122,9 @@ class Scheduler:
         self._offers = Offers(config.max_offers, self._sets)
         self._prefixes = PrefixCache(self._sets, self._offers)
         self._order = PrefillOrder(config.step_tokens, self._tokens_left)
+        self._leaving: list[
+            Sequence
+        ] = []  # sequences that another worker takes over, until their launched steps are done
         self._num_arrivals = 0
         self.counters = Counters()
         self.step_size = StepSize(config.target_itl_s, config.step_tokens)
@@ -193,6 +196,41 @@ class Scheduler:
         for seq in late:
             self._end(seq, Finish("deadline"), chunks)
         return chunks
+
+    # ---- sequences that move to another worker
+
+    def hand_off(self, request_id: RequestId, lease_id: str) -> TokenChunks:
+        """Let another worker continue a request. Return its last chunk, if it can end at once.
+
+        Otherwise the next `end_leaving` returns it, after the steps that were launched for it. Its KV is held under
+        `lease_id`. A running sequence that has a lease already hands itself off after its prompt.
+        """
+        seq = self._by_id.get(request_id)
+        if seq is None or seq.leaves_under is not None:
+            return TokenChunks()
+        if seq.request.lease_id is not None and seq.state is not SequenceState.WAITING:
+            return TokenChunks()
+        seq.leaves_under = lease_id
+        self._leaving.append(seq)
+        return self.end_leaving()
+
+    def end_leaving(self) -> TokenChunks:
+        """End the leaving sequences whose launched steps are done. Return their last chunks."""
+        chunks = TokenChunks()
+        if self._leaving:
+            in_flight = {id(seq) for plan in self._launched for seq in plan.seqs}
+            for seq in [seq for seq in self._leaving if id(seq) not in in_flight]:
+                ticket = self._leaving_ticket(seq)
+                self._remove(seq)
+                chunks.add(seq.request.request_id, [], seq.usage, None, Finish("handoff"), ticket)
+        return chunks
+
+    def _leaving_ticket(self, seq: Sequence) -> KvTicket | None:
+        """Return a ticket for the KV that was computed here. Without any, return the ticket that the sequence came with."""
+        assert seq.leaves_under is not None
+        if seq.state is SequenceState.RUNNING and seq.num_computed and self._config.lease is not None:
+            return self._leases.take_over(seq.leaves_under, seq, min(seq.num_computed, len(seq.token_ids) - 1))
+        return seq.request.ticket if seq.cached_tokens is None else None
 
     # ---- KV that comes from tiers or other workers, and KV for them
 
@@ -447,8 +485,8 @@ class Scheduler:
         """
         seq = turn
         if turn.state is SequenceState.WAITING:
-            if turn.num_pending:
-                return True  # preempted while a step samples its next token, which is not known here yet
+            if turn.num_pending or turn.leaves_under is not None:
+                return True  # preempted while a step samples its next token, which is not known here yet, or leaving
             seq = self._prefixes.sequence_ahead(turn) or turn
         if seq in builder.counts or seq.state is SequenceState.LOADING:
             return True
@@ -617,6 +655,8 @@ class Scheduler:
             self._release_row(seq)
         seq.state = SequenceState.DONE
         del self._by_id[seq.request.request_id]
+        if seq.leaves_under is not None:
+            self._leaving.remove(seq)
         if seq.request.lease_id is not None:
             self._leases.sequence_ended(seq.request.lease_id)
 
