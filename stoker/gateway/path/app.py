@@ -41,6 +41,7 @@ from stoker.gateway.path.call import Call, RequestIds, body_changes, given_reque
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
@@ -126,7 +127,7 @@ class GatewayParts:
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
-    embeddings: Endpoint
+    embeddings: EmbeddingsEndpoint
     doctor: CacheDoctor
     misses: MissRecorder
     objects: StoredObjects
@@ -204,6 +205,11 @@ class Gateway:
             parts.state.ended()
             self._record(exchange)
 
+    async def run_line(self, request: HttpRequest) -> None:
+        """Answer the request of a batch's line. It is not stored, whatever its path."""
+        kind = _GENERATING.get(request.path)
+        await (self._reply(request) if kind is None else self.generate(request, kind))
+
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = request.caller  # FrontGate has authenticated it
@@ -266,10 +272,10 @@ class Gateway:
         """Run a request that uses only idle capacity, at the lowest priority of its key."""
         parts, priority = self._parts, admitted.caller.lowest_priority
         call.put["priority"] = b"%d" % priority
-        slot = await parts.flex.enter(exchange.model, exchange.request.on_preempt)
+        uncached_tokens, on_preempt = partial(self._uncached_tokens, call.query), exchange.request.on_preempt
+        slot = await parts.admission.enter_idle(admitted, uncached_tokens, parts.flex, on_preempt, lane=exchange.model)
         try:
             entering.end()
-            parts.admission.enter_beside(admitted, self._uncached_tokens(call.query), lane=exchange.model)
             self._begin_usage(exchange, call, admitted)
             await parts.proxy.run(call)
         finally:

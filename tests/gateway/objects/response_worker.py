@@ -131,7 +131,7 @@ async def stored_world(
         )
         world.change(objects=objects)
         await world.add("w", script)
-        objects.open(world.gateway.generate)
+        objects.open(world.gateway.generate, world.gateway.run_line)
         try:
             yield world
         finally:
