@@ -47,6 +47,7 @@ from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, rename
 from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
@@ -235,6 +236,10 @@ class Gateway:
             seed, tenant = random.getrandbits(53), caller.tenant
             call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, tenant)
             exchange.call = call
+            if (begun := request.begun) is not None:
+                call.memory = TokenMemory(begun.notes, num_events=begun.num_events)
+                call.num_billed_tokens = begun.num_tokens
+                call.status = 200 if request.started else 0
             entering = trace.begin("admission")
             if envelope.is_flex:
                 await self._run_flex(exchange, call, admitted, entering)
@@ -254,7 +259,7 @@ class Gateway:
             finally:
                 parts.flex.interactive_ended(lane)
         except Exception as error:
-            if exchange.call is not None and not request.started:
+            if exchange.call is not None and not exchange.call.has_added:
                 exchange.call.running.update(0, 0, 0)  # the client got nothing, so nothing is billed
                 exchange.call.usage = UsageCounts()
                 keeps_charge = has_used_worker(error)
@@ -306,6 +311,8 @@ class Gateway:
     def _settled_usage(self, call: Call) -> UsageCounts | None:
         """Replace the usage that the workers reported by the one to bill. Return None if nothing was reported or sent."""
         call.usage, wrong = billed_usage(call, self._parts.hidden_tokens)
+        if call.usage is not None and call.num_billed_tokens:
+            call.usage.completion_tokens = max(0, call.usage.completion_tokens - call.num_billed_tokens)
         if wrong is not None:
             worker = call.worker_id or ""
             if not self._parts.metrics.wrong_usage[worker]:
