@@ -136,7 +136,7 @@ class GatewayServer:
         self.key_watch.start()
         self.retention.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
-        self.objects.open(self.gateway.generate)
+        self.objects.open(self.gateway.generate, self.gateway.run_line)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
         if self.config.process_ports:
             await self.server.listen(
@@ -261,6 +261,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
                 upstreams,
                 keys,
                 admission,
+                flex,
                 meter,
                 partial(_ended, metrics, request_log),
                 config.proxy,

@@ -229,8 +229,8 @@ def _put_grammar(writer: _FrameWriter, spec: GrammarSpec) -> None:
     writer.put(spec.allows_text, len(spec.inputs))
     for one in spec.inputs:
         writer.put(_SYNTAXES.index(one.grammar.syntax))
-        writer.put_text(one.begin)
-        writer.put_text(one.grammar.definition)
+        for text in (one.begin, one.opening, one.end, one.grammar.definition):
+            writer.put_text(text)
 
 
 def _take_grammar(reader: _FrameReader, kind: GrammarKind) -> GrammarSpec:
@@ -239,7 +239,8 @@ def _take_grammar(reader: _FrameReader, kind: GrammarKind) -> GrammarSpec:
     inputs = []
     for _ in range(num_inputs):
         syntax = _SYNTAXES[reader.one()]
-        inputs.append(InputGrammar(reader.text(), TextGrammar(syntax, reader.text())))
+        begin, opening, end, definition = (reader.text() for _ in range(4))
+        inputs.append(InputGrammar(begin, opening, end, TextGrammar(syntax, definition)))
     return GrammarSpec(kind, text, bool(allows_text), tuple(inputs))
 
 

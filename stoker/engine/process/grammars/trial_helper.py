@@ -61,8 +61,8 @@ def main() -> None:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 request = msgspec.json.decode(line, type=TrialRequest)
-                if request.spec.inputs:
-                    grammars.string_vocabulary()  # once, not in every fork
+                for one in request.spec.inputs:
+                    grammars.input_vocabulary(one)  # once, not in every fork
                 trial = start(grammars.prepare, request, limits)
                 trials[trial.output] = trial
                 events.register(trial.output, select.POLLIN)
