@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from stoker.base.clock import Clock
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
-from stoker.engine.rates import StepRates
 from stoker.engine.runner import LaunchedStep, StepRunner
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.peer.lease_book import LeaseBook
@@ -20,6 +19,7 @@ from stoker.kv.store.kv_store import KvStore
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import Finish, GenerateRequest, TokenChunks, TokenUsage
 from stoker.sched.scheduler import Scheduler
+from stoker.sched.step_rates import StepRates
 
 
 class Engine:

@@ -61,6 +61,7 @@ class SchedulerConfig:
     # is known, and each plan has its share of the sequences that decode.
     stages: int = 1
     pulls: bool = True  # False: KV of other workers is not pulled, and the tokens are computed
+    max_heads: int | None = None  # maximum number of tokens of a step whose logits are computed; None: by `max_rows`
 
 
 @dataclass(slots=True)
@@ -126,6 +127,7 @@ class Scheduler:
             Sequence
         ] = []  # sequences that another worker takes over, until their launched steps are done
         self._num_arrivals = 0
+        self._max_heads = max_heads(config.max_rows) if config.max_heads is None else config.max_heads
         self.counters = Counters()
         self.step_size = StepSize(config.target_itl_s, config.step_tokens)
 
@@ -301,7 +303,7 @@ class Scheduler:
         if builder.is_empty:
             return None
         if builder.drafts:
-            builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
+            builder.limit_drafts(self._max_heads - len(builder.counts))
             self._drafting.launched(builder.drafts)
         plan = builder.build(self._freed_rows, self._unfilled, self._drafting.num_guesses)
         self._freed_rows, self._unfilled = [], []
