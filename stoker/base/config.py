@@ -147,7 +147,7 @@ class HandoffSettings:
         flag="--kv-port",
         ge=0,
         le=65535,
-        default_text="a free port with --role prefill, no port with other roles",
+        default_text="a free port; no port with several ranks",
     )
     transports: tuple[str, ...] = setting(
         ("local", "cuda_ipc", "tcp"),
@@ -161,12 +161,13 @@ class HandoffSettings:
     secret: str | None = None  # shared by all workers that may pull from each other
     lease_s: float = setting(
         30.0,
-        "How long a prefill worker keeps KV for a decode worker that does not fetch it.",
+        "How long KV is kept for another worker that does not fetch it.",
         flag="--kv-lease-s",
         unit="s",
         gt=0,
     )
-    serves: bool = False  # whether this worker keeps blocks for others, as prefill workers do
+    serves: bool = False  # whether this worker keeps blocks for others: for hand-offs, and for requests that move
+    prefills: bool = False  # whether hand-offs are its main work, so that its prefill speed is measured at the start
     insecure: bool = False  # whether other machines may reach the KV server although there is no secret
 
     def __post_init__(self) -> None:

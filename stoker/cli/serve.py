@@ -230,7 +230,7 @@ async def _make_worker(
     app = make_app(service, loaded.text, config, identity=identity)
     context = app[CONTEXT]
     registrar = Registrar(network.gateways, lambda: registration(context, url, network.host), network.secret)
-    switch = app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s)
+    switch = app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s, not server.no_move)
     return _Worker(context, make_runner(app), reporter, registrar, loader, switch)
 
 
@@ -257,23 +257,33 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         _print_welcome(settings.endpoint.host, listener.getsockname()[1], context, info)
         reporter.start(lambda number: worker_report(context, number))
         reporter.follow(context.open_work)
+        context.report_now = reporter.load_changed
         registrar.start()
         garbage.tune_for_serving()
         await signals.wait()
         state = context.state
-        state.begin_drain()
+        state.begin_drain(moves=not settings.server.no_move)
         await worker.switch.stop()
         leaving = asyncio.create_task(registrar.leave())
-        reporter.load_changed()
+        context.report_now()
         if state.num_running:
             print_message(f"stoker: finishing {state.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
-        await signals.first_of(asyncio.create_task(drained(state, settings.server.drain_s)))
+        await signals.first_of(asyncio.create_task(_drain(context, settings)))
         await leaving
         return 0
     finally:
         await registrar.leave()
         await worker.runner.cleanup()
         await reporter.stop()
+
+
+async def _drain(context: WorkerContext, settings: ServeSettings) -> None:
+    """Wait until no request runs, and until other workers have the KV of those that have moved."""
+    from stoker.worker.moves import wait_pulled
+
+    drain_s, began_s = settings.server.drain_s, time.monotonic()
+    await drained(context.state, drain_s)
+    await wait_pulled(context.service, max(0.0, drain_s - (time.monotonic() - began_s)))
 
 
 def check_exposure(host: str, secret: str | None, insecure: bool) -> None:

@@ -102,6 +102,11 @@ class ServerSettings:
         unit="s",
         ge=0,
     )
+    no_move: bool = setting(
+        False,
+        "Finish running requests here when this worker drains. By default, gateways continue them on other workers.",
+        flag="--no-move",
+    )
     cache_dir: Path | None = setting(
         None,
         "Folder for downloaded and converted models, compiled kernels and tuned tiles.",
@@ -270,10 +275,11 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         if flag in flags and needed not in flags:
             raise ConfigError(f"{flag} has no effect without {needed}: give both")
     settings = from_table(ServeSettings, as_table(given))
-    if settings.endpoint.role == "prefill" or "--kv-port" in flags:
-        handoff = replace(settings.engine.handoff, serves=True)
-        settings = replace(settings, engine=replace(settings.engine, handoff=handoff))
-    return settings
+    ranks, prefills = settings.engine.ranks, settings.endpoint.role == "prefill"
+    # A model on several ranks holds no KV for peers. If it is asked to, the engine says so.
+    serves = ranks.tp * ranks.pp == 1 or prefills or "--kv-port" in flags
+    handoff = replace(settings.engine.handoff, serves=serves, prefills=prefills)
+    return replace(settings, engine=replace(settings.engine, handoff=handoff))
 
 
 def for_network(engine: EngineSettings, host: str, secret: str | None, insecure: bool = False) -> EngineSettings:

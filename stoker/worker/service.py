@@ -24,6 +24,7 @@ from stoker.proto.messages import (
     EngineArguments,
     EngineInfo,
     EngineStats,
+    HandOff,
     KvEvents,
     LoadProgress,
     Prefetch,
@@ -244,6 +245,12 @@ class EngineService:
         if self.ready and self._pipe is not None:
             with suppress(EngineDied):
                 self._pipe.send(Release(lease_id=lease_id))
+
+    def hand_off(self, request_id: RequestId, lease_id: str) -> None:
+        """End a request with a hand-off, and keep its KV under this lease. Does nothing if it has ended."""
+        if request_id in self._streams and self._pipe is not None:
+            with suppress(EngineDied):
+                self._pipe.send(HandOff(request_id=request_id, lease_id=lease_id))
 
     async def _keep(self) -> None:
         """Pass on the messages of the engine, and restart it when it ends."""

@@ -30,7 +30,10 @@ def random_plan(rng: random.Random) -> StepPlan:
         Span(Row(i), rng.randrange(99), rng.randint(1, 4), rng.random() < 0.5, rng.randrange(3), rng.randrange(2))
         for i in range(rng.randint(0, 4))
     ]
-    inputs = (InputGrammar("<call>", TextGrammar("lark", 'start: "ä"')), InputGrammar("[", TextGrammar("regex", "a+")))
+    inputs = (
+        InputGrammar("<call>", '{"input": "', '"', TextGrammar("lark", 'start: "ä"')),
+        InputGrammar("[", "<value>", "</value>", TextGrammar("regex", "a+")),
+    )
     grammar = rng.choice(
         [
             None,

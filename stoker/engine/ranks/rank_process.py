@@ -33,6 +33,7 @@ T = TypeVar("T")
 def main() -> None:
     """Run a rank. The argument is the file descriptor of the link to the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when this process ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     starter = RankLink(PlainChannel(socket.socket(fileno=int(sys.argv[1]))))
     links = [starter]  # those that learn why this rank ends
     try:
