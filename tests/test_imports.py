@@ -69,7 +69,8 @@ TABLE = {
     "worker": Allowed("text proto sched kv.blocks", "aiohttp msgspec prometheus_client zmq", light=True),
     "fleet": Allowed("", light=True),
     "routing": Allowed("fleet", light=True),
-    "gateway": Allowed("routing fleet text proto kv.blocks", "msgspec", light=True),
+    "replay": Allowed("fleet routing", "msgspec", light=True),
+    "gateway": Allowed("routing replay fleet text proto kv.blocks", "msgspec", light=True),
     "gateway.http": Allowed("", "", light=True),
     "gateway.api": Allowed("proto", "msgspec", light=True),
     "gateway.prefix": Allowed("gateway.api fleet text proto kv.blocks", "msgspec xxhash", light=True),
@@ -89,7 +90,7 @@ TABLE = {
     ),
     "gateway.path": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"
-        " fleet proto kv.blocks",
+        " fleet proto kv.blocks replay.recorder",
         "msgspec",
         light=True,
     ),
@@ -99,7 +100,8 @@ TABLE = {
     "up": Allowed("proto", "aiohttp msgspec", light=True),
     "observe": Allowed("", light=True),
     "cli": Allowed(
-        "worker gateway up observe engine train planner sim routing proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "worker gateway up observe engine train planner sim replay routing proto text checkpoint loadgen kv.mooncake kv.store"
+        " kernels",
         "aiohttp msgspec rich triton uvloop",
     ),
 }

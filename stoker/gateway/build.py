@@ -22,8 +22,7 @@ from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
-from stoker.fleet.fleet import Fleet, FleetSettings
-from stoker.fleet.load_book import LoadBook
+from stoker.fleet.fleet import Fleet
 from stoker.fleet.lost_blocks import LostBlocks
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
@@ -59,6 +58,7 @@ from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.stable_json import StableJson
 from stoker.gateway.process_supervisor import shared_listener
 from stoker.gateway.processes import GroupEndpoint, GroupMetrics, ProcessGroup
+from stoker.gateway.recording import RoutingClasses, routing_classes
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
@@ -78,7 +78,6 @@ from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.admin_api import GatewayStatus
 from stoker.proto.cors import CorsRules
 from stoker.proto.signed_http import RequestSigner
-from stoker.routing.router import PrefixIndexes, Router
 
 _CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
 _FIRST_POLLS_S = 3.0  # the longest that the first polls of the workers may delay the start
@@ -110,6 +109,7 @@ class GatewayServer:
     retention: Retention
     meter: Meter | NoMeter
     metrics: GatewayMetrics
+    deciding: RoutingClasses
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
     tls: ssl.SSLContext | None
@@ -163,6 +163,7 @@ class GatewayServer:
         self.key_makers.close()
         await asyncio.to_thread(self.tracing.close)
         await asyncio.to_thread(self.request_log.close)
+        await asyncio.to_thread(self.deciding.close)
         await asyncio.to_thread(self.meter.close)
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
@@ -179,12 +180,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     signers = WorkerSigners(fleet_key)
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
-    fleet = Fleet(FleetSettings(health=config.health))
     losses = LostBlocks(clock)
-    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks, losses)
+    deciding = routing_classes(config, losses)
+    fleet, load_book, indexes, router = deciding.fleet, deciding.load_book, deciding.indexes, deciding.router
     doctor = CacheDoctor(losses, StableJson(config.proxy.volatile_line))
     misses = MissTotals(PriceList(config.price), config.meter.currency, time.time())
-    router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state, key_makers = (
         GatewayMetrics(),
         GatewayState(),
@@ -246,6 +246,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             meter=meter,
             request_log=request_log,
             metrics=metrics,
+            recorder=deciding.recorder,
             tracing=tracing,
             state=state,
             admin=GroupEndpoint(AdminEndpoint(admin_token, view, threads), group),
@@ -312,6 +313,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         retention=Retention(threads, config.meter.keep_days),
         meter=meter,
         metrics=metrics,
+        deciding=deciding,
         request_log=request_log,
         tracing=tracing,
         tls=tls,

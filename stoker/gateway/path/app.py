@@ -58,6 +58,7 @@ from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
+from stoker.replay.recorder import NoRecorder, Recorder
 from stoker.routing.query import RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
@@ -121,6 +122,7 @@ class GatewayParts:
     meter: UsageLedger
     request_log: UsageRecorder
     metrics: GatewayMetrics
+    recorder: Recorder | NoRecorder
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
@@ -340,6 +342,9 @@ class Gateway:
         exchange.trace.end(row.status, row.error)
         parts.metrics.ended(row)
         parts.request_log.record(row)
+        if exchange.call is not None and row.ttft_ms is not None:
+            counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+            parts.recorder.answered(exchange.call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
 
