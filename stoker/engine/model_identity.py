@@ -68,6 +68,6 @@ def number_format(dtype: torch.dtype, resolved: ResolvedSettings, cpu_weights: C
         parts.append(f"weights {cpu_weights.format}")
     if resolved.exact:
         parts.append("exact")
-    if resolved.layout.tp > 1:
+    if resolved.exact and resolved.layout.tp > 1:  # without exact numerics, the last bits depend on the batch as well
         parts.append(f"sums of {resolved.layout.tp} ranks")
     return ", ".join(parts)

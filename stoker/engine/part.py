@@ -24,12 +24,14 @@ from stoker.engine.kernel_limits import check_limits
 from stoker.engine.kernel_plan import PreparedKernels, build_model, prepare_kernels
 from stoker.engine.kv_memory import blocks_per_set
 from stoker.engine.memory import ResolvedSettings, with_default_drafters
+from stoker.engine.model_identity import kv_identity, number_format
 from stoker.engine.ranks.place import RankPlace
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
 from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.paged import most_shared
 from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import KvIdentity
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily
@@ -121,6 +123,21 @@ def build_part(
         place.stages,
     )
     return EnginePart(resolved, model, weight_bytes, cpu_weights, kv, working, kernels, runner, max_model_tokens)
+
+
+def identity_of(family: ModelFamily, source: ModelSource, part: EnginePart) -> KvIdentity:
+    """Return the identity of the KV of the whole model, which is the same on all ranks. `family` is that of the whole model."""
+    numbers = number_format(part.kv.like.dtype, part.resolved, part.cpu_weights)
+    return kv_identity(source.folder, source.hf, kv_layout(family, part.resolved), source.random_seed, numbers)
+
+
+def tier_share(family: ModelFamily, part: EnginePart) -> float:
+    """Return a rank's part of the capacity of the tiers: that of its blocks in the blocks of all ranks. `family` is that of
+    the whole model."""
+    own, whole = part.kv.layout, kv_layout(family, part.resolved)
+    copies = part.resolved.layout.tp * own.num_heads / own.model_heads  # several ranks may hold the same heads
+    own_bytes, all_bytes = (sum(one.layout.block_bytes for one in layout.sets) for layout in (own, whole))
+    return own_bytes / (copies * all_bytes)
 
 
 def _attention_dtype(resolved: ResolvedSettings) -> torch.dtype | None:

@@ -34,6 +34,10 @@ class Kind(IntEnum):
     SAMPLED = 6  # digest of the sampled tokens of a step
     FAILED = 7  # an error that ends the rank: text
     START = 8  # to the rank: rank 0 is ready too
+    LOADED = 9  # step: the load; digest: its loaded blocks; text: the other results
+    COPIED = 10  # step: the KV set; digest: how many offered blocks were copied since the start
+    CLOSED = 11  # text: a lease that no peer reads any more
+    WRITTEN = 12  # what waited for the tiers is written
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,10 +57,11 @@ def run_rank(link: RankLink, open_ring: Any) -> None:
     arguments = json.loads(link.receive().text)
     from stoker.engine.memory import resolve
     from stoker.engine.model_identity import read_hf_config
-    from stoker.engine.part import ModelSource, build_part
+    from stoker.engine.part import ModelSource, build_part, identity_of, tier_share
     from stoker.engine.ranks.absent_grammars import AbsentGrammars
     from stoker.engine.ranks.commands import RankLoop
     from stoker.engine.ranks.connections import connect_ranks
+    from stoker.engine.ranks.rank_kv_part import RankKvPart
     from stoker.models.family import family_of
 
     threading.Thread(target=_beat, args=(link,), name="beat", daemon=True).start()
@@ -74,12 +75,15 @@ def run_rank(link: RankLink, open_ring: Any) -> None:
     link.send(LinkMessage(Kind.HELLO))
     met = connect_ranks(rank, source, family, settings, resolved, arguments["host"], arguments["port"])
     part = build_part(family, source, settings, resolved, met.place, AbsentGrammars())
-    link.send(LinkMessage(Kind.READY))
+    options = (identity_of(family, source, part), rank, arguments["engine_id"], tier_share(family, part), link.send)
+    kv = RankKvPart(settings, part.kv, *options)
+    link.send(LinkMessage(Kind.READY, text=kv.server.address if kv.server is not None else ""))
     while (message := link.receive()).kind is not Kind.START:
         raise StokerError(f"expected START from rank 0, got {message.kind.name}")
     stages = met.place.stages
     loop = RankLoop(
         part.runner,
+        kv,
         lambda kind, step, digest: link.send(LinkMessage(kind, step, digest)),
         samples=stages.is_first,
         deferred=stages.is_deferred,

@@ -22,9 +22,10 @@ from stoker.base.errors import ConfigError
 from stoker.base.orphans import die_with
 from stoker.engine.memory import ResolvedSettings
 from stoker.engine.part import ModelSource
-from stoker.engine.ranks.commands import RankedRunner
+from stoker.engine.ranks.commands import RankCommands, RankedRunner
 from stoker.engine.ranks.connections import RankConnections, connect_ranks
 from stoker.engine.ranks.place import RankPlace, plan_shards
+from stoker.engine.ranks.rank_kv import KV_REPORTS, RankKv
 from stoker.engine.runner import Runner, StepRunner
 from stoker.models.family import ModelFamily
 from stoker.parallel.collectives import ExchangeFailed
@@ -56,6 +57,9 @@ class RankProcesses:
         self._lock = threading.Condition()
         self._files: RingFiles | None = None
         self._ring: RingWriter | None = None
+        self._commands: RankCommands | None = None
+        self._kv: RankKv | None = None
+        self._addresses: dict[int, str] = {}  # of the ranks' KV servers
         self._watch = RankWatch(1, _SILENT_S, _START_S, 0.0)
         self._connections: RankConnections | None = None
         self._is_closed = False
@@ -64,7 +68,12 @@ class RankProcesses:
     # ---- RankHost
 
     def connect(
-        self, source: ModelSource, family: ModelFamily, settings: EngineSettings, resolved: ResolvedSettings
+        self,
+        source: ModelSource,
+        family: ModelFamily,
+        settings: EngineSettings,
+        resolved: ResolvedSettings,
+        engine_id: str,
     ) -> RankPlace:
         plan_shards(family, resolved)  # raises ConfigError for a model that cannot be split like this
         num_ranks = resolved.layout.num_ranks
@@ -72,7 +81,6 @@ class RankProcesses:
         self._files = RingFiles.create(num_ranks - 1)
         listener = socket.create_server((_HOST, 0))
         port = listener.getsockname()[1]
-        settings = replace(settings, handoff=replace(settings.handoff, secret=None))  # the ranks need no secret
         for rank in range(1, num_ranks):
             self._spawn(rank, num_ranks)
             self._links[rank].send_arguments(
@@ -80,6 +88,7 @@ class RankProcesses:
                     "rank": rank,
                     "folder": str(source.folder),
                     "settings": asdict(settings),
+                    "engine_id": engine_id,
                     "random_seed": source.random_seed,
                     "cache_dir": None if source.cache_dir is None else str(source.cache_dir),
                     "host": _HOST,
@@ -110,7 +119,20 @@ class RankProcesses:
         self._wait_for(lambda: self._watch.all_ready, "load their weights")
         for link in self._links.values():
             link.send(LinkMessage(Kind.START))
-        return RankedRunner(runner, self, is_deferred=self._connections.place.stages.is_deferred)
+        self._commands = RankCommands(self)
+        return RankedRunner(runner, self._commands, is_deferred=self._connections.place.stages.is_deferred)
+
+    def other_kv(self, wake: Callable[[], None]) -> RankKv:
+        assert self._commands is not None, "drive() comes first"
+        kv = RankKv(self._commands, len(self._links), wake)
+        with self._lock:
+            self._kv = kv
+        return kv
+
+    @property
+    def kv_addresses(self) -> list[str]:
+        with self._lock:
+            return [self._addresses[rank] for rank in sorted(self._addresses)]
 
     def close(self) -> None:
         """End all ranks."""
@@ -214,7 +236,7 @@ class RankProcesses:
                     return
                 for rank, message in messages:
                     if message is not None:
-                        self._watch.received(rank, message, now)
+                        self._received(rank, message, now)
                     else:
                         self._watch.ended(rank, self._exit_code(rank))
                 verdict = self._watch.check(now)
@@ -226,6 +248,13 @@ class RankProcesses:
                     self._connections.close()  # rank 0 may wait for the lost rank
                 self._on_lost(RankLost(verdict))
                 return
+
+    def _received(self, rank: int, message: LinkMessage, now: float) -> None:
+        self._watch.received(rank, message, now)
+        if message.kind is Kind.READY and message.text:
+            self._addresses[rank] = message.text
+        elif message.kind in KV_REPORTS and self._kv is not None:
+            self._kv.received(rank, message)
 
     def _exit_code(self, rank: int) -> int | None:
         """Return the exit code of a rank whose connection has ended. A process that is ending may take a moment."""
