@@ -6,10 +6,14 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway.real_fleet import Process
 from real import COMPLETIONS, RealServer, children, is_alive, serving, serving_together, wait_for
 
 FAST = ("--threads", "1", "--dtype", "float64", "--kv-blocks", "400", "--spare-engine", "off")
@@ -44,17 +48,49 @@ def processes_of(server: RealServer) -> dict[str, list[int]]:
     return {"engine": engines, "rank": [pid for engine in engines for pid in children(engine)]}
 
 
+@contextmanager
+def gateway(work: Path, prefill: RealServer, decode: RealServer) -> Iterator[Process]:
+    """A gateway that hands off every prompt."""
+    (work / "gateway.toml").write_text("[routing]\nlocal_prefill_tokens = 0\nlocal_prefill_share = 1000.0\n")
+    workers = ["--worker", f"{prefill.url},role=prefill", "--worker", f"{decode.url},role=decode"]
+    process = Process(["gateway", "--config", str(work / "gateway.toml"), *workers], work / "gateway")
+    try:
+        process.start()
+        wait_for(lambda: process.is_ready, 60.0)
+        yield process
+    finally:
+        process.stop()
+
+
+def handed_over(work: Path, prefill: RealServer, decode: RealServer) -> list[Any]:
+    """Return the answers of a gateway. All prompts are computed by `prefill`, and pulled by `decode`."""
+    before = decode.metrics()["stoker_kv_pulled_tokens_total"]
+    with gateway(work, prefill, decode) as process:
+        found = texts(replace(decode, url=process.url))
+    # Blocks that this worker computed for an earlier answer are not pulled again.
+    assert decode.metrics()["stoker_kv_pulled_tokens_total"] > before
+    wait_for(lambda: prefill.is_idle and decode.is_idle, 60.0)
+    assert not prefill.metrics()["stoker_kv_leases"]
+    return found
+
+
 def test_ranks_serve_the_same_answers(tiny_folder: Path, tmp_path: Path) -> None:
-    """With drafts and a grammar."""
-    layouts = {"one": (), "tp2": ("--tp", "2"), "pp2": ("--pp", "2")}
+    """With drafts and a grammar, directly and by hand-offs from two ranks to one and to two stages."""
+    layouts = {
+        "one": ("--role", "decode"),
+        "tp2": ("--tp", "2", "--role", "prefill"),
+        "pp2": ("--pp", "2", "--role", "decode"),
+    }
     starts = [(tmp_path / name, (*FAST, "--drafter", "auto", *more)) for name, more in layouts.items()]
     with serving_together(tiny_folder, *starts) as servers:
-        one, *others = [texts(server) for server in servers]
-        assert others == [one, one]
+        one, tp2, pp2 = servers
+        by_gateways = [handed_over(tmp_path, tp2, decode) for decode in (one, pp2)]
+        wanted, *others = [texts(server) for server in servers]
+        assert [*others, *by_gateways] == [wanted] * 4
         pids = [pid for server in servers for found in processes_of(server).values() for pid in found]
         assert len(pids) == 3 + 1 + 1
     wait_for(lambda: not any(map(is_alive, pids)), 5.0)
-    for name in layouts:
+    for name in (*layouts, "gateway"):
         assert "Traceback" not in (tmp_path / name).read_text()
 
 
