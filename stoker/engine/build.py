@@ -16,7 +16,7 @@ from stoker.base.config import EngineSettings
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
-from stoker.engine.draft_model import open_draft, open_own_draft
+from stoker.engine.draft_model import open_chosen_draft
 from stoker.engine.engine_leases import EngineLeases
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable
 from stoker.engine.grammar import Grammars, NoGrammars
@@ -25,7 +25,7 @@ from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, resolve
 from stoker.engine.model_identity import read_hf_config
 from stoker.engine.part import ModelSource, Progress, build_part, identity_of, max_context, tier_share
-from stoker.engine.ranks.rank_host import NoRanks, RankHost, check_ranks
+from stoker.engine.ranks.rank_host import NoRanks, RankHost
 from stoker.engine.ranks.rank_processes import RankProcesses
 from stoker.engine.rates import StepRates
 from stoker.engine.runner import StepRunner
@@ -38,13 +38,11 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
-from stoker.models.draft import DraftCheckpoint
-from stoker.models.family import Model, ModelFamily, family_of
+from stoker.models.family import Model, family_of
 from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
-from stoker.spec.choose_drafters import EAGLE3, MTP, DrafterChoice
 from stoker.spec.draft_counts import DraftCounts
 from stoker.spec.drafter import DrafterParts
 from stoker.spec.stored_blocks import StoredBlocks
@@ -114,17 +112,16 @@ def build_engine(
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
         memory = MemoryTable(resolved.device)
-    check_ranks(settings, resolved)
     ranks = ranks or (NoRanks() if resolved.layout.num_ranks == 1 else RankProcesses())
     with ExitStack() as undo:
         undo.callback(ranks.close)
         if tuning_dir is not None and resolved.device.type == "cuda":
             load_tuning(tuning_dir, resolved.device)
-        checkpoint = _open_draft(resolved.drafters, folder, family)
-        source = ModelSource(folder, hf, random_weights_seed, ahead, kernel_cache_dir)
+        draft = open_chosen_draft(resolved.drafters, folder, family)
+        source = ModelSource(folder, hf, random_weights_seed, ahead, kernel_cache_dir, draft)
         engine_id = uuid.uuid4().hex
         place = ranks.connect(source, family, settings, resolved, engine_id)
-        options = (place, grammars or NoGrammars(), checkpoint, progress, timeline)
+        options = (place, grammars or NoGrammars(), progress, timeline)
         part = build_part(family, source, settings, resolved, *options)
         runner = ranks.drive(part.runner)
         others = ranks.other_kv(wake)
@@ -190,16 +187,6 @@ def build_engine(
         stored_blocks=stored_blocks,
         ranks=ranks,
     )
-
-
-def _open_draft(drafters: DrafterChoice, folder: Path, family: ModelFamily) -> DraftCheckpoint | None:
-    """Return the files of the draft model, if there is one. `folder` is the target model's."""
-    if drafters.draft_model == MTP:
-        return open_own_draft(folder, family)
-    if drafters.draft_model is None:
-        return None
-    draft_folder = Path(drafters.arguments[EAGLE3])
-    return open_draft(draft_folder, read_hf_config(draft_folder), family)
 
 
 def _make_pools(kv: DeviceKv, observer: PoolObserver | None = None) -> list[BlockPool]:

@@ -28,6 +28,7 @@ from stoker.engine.model_identity import kv_identity, number_format
 from stoker.engine.ranks.place import RankPlace
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
+from stoker.engine.split_target import draft_target
 from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.paged import most_shared
 from stoker.kv.blocks.layout import KvLayout
@@ -43,13 +44,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the weights come from. With `random_seed`, no weight files are read. `cache_dir` has the choice of CPU kernels."""
+    """Where the weights come from. With `random_seed`, no weight files are read. `cache_dir` has the choice of CPU kernels,
+    `draft` are the files of the draft model."""
 
     folder: Path
     hf: Mapping[str, Any]
     random_seed: int | None = None
     ahead: WeightReadAhead | None = None
     cache_dir: Path | None = None
+    draft: DraftCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,12 +77,13 @@ def build_part(
     resolved: ResolvedSettings,
     place: RankPlace,
     grammars: Grammars,
-    checkpoint: DraftCheckpoint | None = None,
     progress: Progress = lambda stage, done, total: None,
     timeline: Timeline | None = None,
 ) -> EnginePart:
-    """Load a rank's weights and allocate its KV cache. `family` is that of the whole model, `checkpoint` the draft model's."""
+    """Load a rank's weights and allocate its KV cache. `family` is that of the whole model. Every rank of the first stage has
+    the whole draft model."""
     timeline = timeline or Timeline()
+    checkpoint = source.draft if place.stages.is_first else None
     family = family.sharded(place.shard) if place.layout.num_ranks > 1 else family
     kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved, place.shard), checkpoint)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
@@ -92,7 +96,10 @@ def build_part(
         if cpu_weights.kernel is not None:
             resolved = with_default_drafters(resolved, settings)
         model, weight_bytes = _load_model(family, resolved, source, progress, cpu_weights, place)
-        draft = None if checkpoint is None else LoadedDraft.load(checkpoint, model, resolved)
+        draft = None
+        if checkpoint is not None:
+            target = draft_target(model, place.mesh, family.shape.vocab_size)
+            draft = LoadedDraft.load(checkpoint, target, resolved)
         weight_bytes += 0 if draft is None else draft.num_bytes
     with timeline.stage("KV"):
         kv, working = _make_kv(settings, family, resolved, model, draft, place)
@@ -121,6 +128,7 @@ def build_part(
         draft,
         place.mesh,
         place.stages,
+        () if source.draft is None else source.draft.taps,
     )
     return EnginePart(resolved, model, weight_bytes, cpu_weights, kv, working, kernels, runner, max_model_tokens)
 

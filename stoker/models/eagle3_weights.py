@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Eagle3Checkpoint:
 
     def __init__(self, hf: Mapping[str, Any], folder: Path, target: ModelShape) -> None:
         """`hf` is the content of the folder's config.json."""
-        self._folder = folder
+        self.folder = folder
         try:
             self._config = config = read_eagle3_config(hf, target)
         except ModelFilesError as error:
@@ -46,6 +46,7 @@ class Eagle3Checkpoint:
                 f"{folder}: tensor 't2d' is {self._stored[names['t2d']].shape}, config.json requires "
                 f"({config.layer.vocab_size},)"
             )
+        self.taps: Sequence[int] = config.taps
         self.kv_group = KvGroup(1, config.attention.num_kv_heads, config.attention.head_dim)
         self.num_heads = config.attention.num_heads
 
@@ -64,7 +65,7 @@ class Eagle3Checkpoint:
         if head.d2t is None and "d2t" in names:
             _check_no_shift(self._stored[names["d2t"]])
             ignored |= {names["d2t"]}
-        load(head, rules, ignored, self._folder, progress)
+        load(head, rules, ignored, self.folder, progress)
         head.share_embedding()
 
 

@@ -70,6 +70,7 @@ def rank_facts(source: ModelSource, settings: EngineSettings) -> dict[str, str]:
         compared.pop(name)
     return {
         "weights": model_digest(source.folder, source.hf, source.random_seed),
+        "draft model": "" if source.draft is None else model_digest(source.draft.folder, {}, None),
         "version": _version(),
         "settings": json.dumps(compared, sort_keys=True),
     }

@@ -1,4 +1,4 @@
-"""The contract of what starts the other ranks of an engine, and the checks of what ranks do not support."""
+"""The contract of what starts the other ranks of an engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from stoker.base.config import EngineSettings
-from stoker.base.errors import ConfigError
 from stoker.engine.memory import ResolvedSettings
 from stoker.engine.part import ModelSource
 from stoker.engine.ranks.place import ALONE_PLACE, RankPlace
@@ -67,15 +66,3 @@ class NoRanks:
 
     def close(self) -> None:
         pass
-
-
-def check_ranks(settings: EngineSettings, resolved: ResolvedSettings) -> None:
-    """Raise ConfigError for settings that do not work with several ranks."""
-    layout = resolved.layout
-    if layout.num_ranks == 1:
-        return
-    refused = {
-        "--drafter with a draft model": resolved.drafters.draft_model is not None,
-    }
-    if found := [name for name, is_given in refused.items() if is_given]:
-        raise ConfigError(f"{layout}: {', '.join(found)} needs a single rank; remove it, or --tp, --pp and --ep")

@@ -55,6 +55,7 @@ def main() -> None:
 def run_rank(link: RankLink, open_ring: Any) -> None:
     """Load this rank's part, and execute commands until rank 0 ends."""
     arguments = json.loads(link.receive().text)
+    from stoker.engine.draft_model import open_chosen_draft
     from stoker.engine.memory import resolve
     from stoker.engine.model_identity import read_hf_config
     from stoker.engine.part import ModelSource, build_part, identity_of, tier_share
@@ -71,7 +72,10 @@ def run_rank(link: RankLink, open_ring: Any) -> None:
     family = family_of(hf, str(folder / "config.json"))
     resolved = rank_device(resolve(settings, family.shape), rank)
     cache_dir = arguments["cache_dir"]
-    source = ModelSource(folder, hf, arguments["random_seed"], None, None if cache_dir is None else Path(cache_dir))
+    draft = open_chosen_draft(resolved.drafters, folder, family)
+    source = ModelSource(
+        folder, hf, arguments["random_seed"], None, None if cache_dir is None else Path(cache_dir), draft
+    )
     link.send(LinkMessage(Kind.HELLO))
     met = connect_ranks(rank, source, family, settings, resolved, arguments["host"], arguments["port"])
     part = build_part(family, source, settings, resolved, met.place, AbsentGrammars())
