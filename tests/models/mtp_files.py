@@ -1,4 +1,4 @@
-"""Tiny DeepSeek models whose files have a layer for drafts, as DeepSeek-V3 has it."""
+"""Tiny models whose files have a layer for drafts, as DeepSeek-V3 and GLM-4.5 have it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 HIDDEN = 72
 
 
-def make_mtp(folder: Path, num_layers: int, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
+def make_mtp(folder: Path, num_layers: int, name: str = "deepseek", **changes: Any) -> tuple[Any, dict[str, Tensor]]:
     """Write a model of `num_layers` layers and one for drafts. Return transformers' model, which has one layer more, and the
     other tensors of the layer for drafts."""
-    reference = make_tiny(folder, "deepseek", torch.float64, num_hidden_layers=num_layers + 1, **changes)
+    changes |= {"num_hidden_layers": num_layers + 1, "num_nextn_predict_layers": 1}
+    reference = make_tiny(folder, name, torch.float64, **changes)
     reference.config._attn_implementation = reference.config._experts_implementation = "eager"  # in float64
     torch.manual_seed(1)
     extra = {

@@ -18,11 +18,11 @@ from stoker.base.ids import BlockKey, RequestId
 from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.ranks.rank_host import NoRanks, RankHost
 from stoker.engine.ranks.rank_processes import RankProcesses
-from stoker.engine.rates import StepRates
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.mooncake.master import INSTALL_HINT, MooncakeMaster, is_installed
 from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.sched.step_rates import StepRates
 from tests.kv.mooncake_worker import calls_take
 from tests.parallel.rank_cases import CHANGES, LAYOUTS
 from tests.parallel.virtual_ranks import VirtualRanks

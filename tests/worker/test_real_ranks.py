@@ -126,13 +126,14 @@ def test_a_lost_rank_is_one_clean_error_and_a_restart(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(5400)
 def test_any_process_is_killed_or_stopped_many_times(tiny_folder: Path, tmp_path: Path) -> None:
-    """Slow: 16 restarts of an engine with four processes."""
-    rng = random.Random(0)
-    with serving(tiny_folder, tmp_path / "log", *FAST, "--tp", "2", "--pp", "2") as server:
+    """Slow: 100 restarts of an engine with four processes and tiers in RAM and on disk."""
+    rng, before = random.Random(0), set(os.listdir("/dev/shm"))
+    tiers = ("--kv-host-gib", "0.05", "--kv-disk", str(tmp_path / "disk"))
+    with serving(tiny_folder, tmp_path / "log", *FAST, *tiers, "--tp", "2", "--pp", "2") as server:
         wanted = server.complete("The capital", max_tokens=8, temperature=0).text
-        for _ in range(16):
+        for _ in range(100):
             wait_for(lambda: server.is_ready, 120.0)
             found = processes_of(server)
             assert len(found["rank"]) == 3
@@ -142,3 +143,4 @@ def test_any_process_is_killed_or_stopped_many_times(tiny_folder: Path, tmp_path
             assert server.complete("The capital", max_tokens=8, temperature=0).text == wanted
             assert not any(is_alive(pid) for pids in found.values() for pid in pids)
         assert "Traceback" not in server.log
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("stoker")}

@@ -37,6 +37,9 @@ class RankHost(Protocol):
     def kv_addresses(self) -> Sequence[str]:
         """The addresses of the other ranks' KV servers, after `drive`."""
 
+    def dismiss(self) -> None:
+        """Tell the ranks of other nodes that the engine is stopped, and will not start again."""
+
     def close(self) -> None:
         """End all ranks."""
 
@@ -63,6 +66,9 @@ class NoRanks:
     @property
     def kv_addresses(self) -> Sequence[str]:
         return ()
+
+    def dismiss(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

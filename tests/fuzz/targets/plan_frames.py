@@ -45,6 +45,7 @@ def seeds() -> list[bytes]:
         loads=[KvLoad(1, 0, [_KEY], [BlockId(7)], 1, _TICKET, [LocalLoad(1, 0, [_KEY], [BlockId(2)])])],
         tapes=[TapeUpload(Row(0), 3, [9, 10])],
         num_drafts=1,
+        num_guesses=2,
     )
     name = BlockName(_KEY, _KEY, (1, 2), "")
     update = KvUpdate(
