@@ -98,6 +98,7 @@ TABLE = {
         "sched kv.blocks routing fleet gateway.admission gateway.config loadgen.prompts", "msgspec", light=True
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
+    "up.placement": Allowed("up", "ray", light=True),
     "observe": Allowed("", light=True),
     "cli": Allowed(
         "worker gateway up observe engine train planner sim replay routing proto text checkpoint loadgen kv.mooncake kv.store"
