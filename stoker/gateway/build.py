@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import stoker
 from stoker.base.allowance import allow_files
@@ -25,6 +25,7 @@ from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.lost_blocks import LostBlocks
+from stoker.fleet.other_load import NO_OTHERS, OtherLoad
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
@@ -188,6 +189,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
+    other_work = OtherWork(load_book, name)
     watchers = Watchers(
         fleet,
         indexes,
@@ -197,7 +199,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
-        other_work=OtherWork(load_book, name),
+        other_work=other_work,
     )
     hints = HandoffHints(watchers.info)
     services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints, name)
@@ -215,7 +217,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
-    flex = _flex(config, fleet, clock)
+    flex = _flex(config, fleet, other_work, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
     group = ProcessGroup(
@@ -320,15 +322,22 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
 
 
-def _flex(config: GatewayConfig, fleet: Fleet, clock: Callable[[], float]) -> FlexGate:
+def _flex(config: GatewayConfig, fleet: Fleet, other_work: OtherWork, clock: Callable[[], float]) -> FlexGate:
     capacities = Capacities(fleet, config.admission)
 
     def num_workers(lane: str) -> int:
         return len(fleet.models().get(lane, ()))
 
-    return FlexGate(
-        config.flex, lane=lambda model: capacities.lane(model, clock()), num_workers=num_workers, clock=clock
-    )
+    def others(lane: str) -> OtherLoad:
+        members = fleet.models().get(lane, ())
+        return reduce(OtherLoad.plus, (other_work.load(member.worker_id) for member in members), NO_OTHERS)
+
+    def lane_of(model: str) -> str | None:
+        return capacities.lane(model, clock())
+
+    flex = FlexGate(config.flex, lane=lane_of, num_workers=num_workers, clock=clock, others=others)
+    other_work.on_interactive = flex.other_began
+    return flex
 
 
 def _objects(
