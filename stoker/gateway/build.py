@@ -22,6 +22,7 @@ from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.lost_blocks import LostBlocks
@@ -38,7 +39,7 @@ from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
-from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
+from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges, add_task_counters
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
@@ -206,14 +207,15 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
-    membership = Membership(fleet, load_book, watchers, upstreams, clock)
+    errors = TaskErrors()
+    membership = Membership(fleet, load_book, watchers, upstreams, clock, errors=errors)
     location = config.store_location
     store = None if location is None else location.open()
     prices = PriceList(config.price)
     meter = _meter(config, location, store, prices, keys)
     threads = None if store is None else StoreThreads(store)
-    key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads)
-    leases = NoLeases() if threads is None else LimitLeases(threads, meter.identity, clock)
+    key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads, errors)
+    leases = NoLeases() if threads is None else LimitLeases(threads, meter.identity, clock, errors=errors)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
@@ -226,7 +228,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
     )
     aliases = ModelAliases({one.name: one.model for one in config.alias})
-    objects = _objects(config, threads, keys, name, partial(requested_model, fleet=fleet, aliases=aliases))
+    model_of = partial(requested_model, fleet=fleet, aliases=aliases)
+    objects = _objects(config, threads, keys, name, model_of, errors)
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -286,6 +289,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
     add_flex_gauges(metrics, flex)
+    add_task_counters(metrics, errors)
     if store is not None:
         add_store_gauges(metrics, store)
     return GatewayServer(
@@ -303,7 +307,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         objects=objects,
         key_watch=key_watch,
         leases=leases,
-        retention=Retention(threads, config.meter.keep_days),
+        retention=Retention(threads, config.meter.keep_days, errors=errors),
         meter=meter,
         request_log=request_log,
         tracing=tracing,
@@ -346,12 +350,20 @@ def _objects(
     keys: ApiKeys,
     name: str,
     model_of: Callable[[str | None], str],
+    errors: TaskErrors,
 ) -> TenantObjects | NoObjects:
     if threads is None:
         return NoObjects()
     max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
     return TenantObjects(
-        threads, keys, config.responses, config.batch, name=name, max_body_bytes=max_body_bytes, model_of=model_of
+        threads,
+        keys,
+        config.responses,
+        config.batch,
+        name=name,
+        max_body_bytes=max_body_bytes,
+        model_of=model_of,
+        errors=errors,
     )
 
 
