@@ -177,6 +177,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     signers = WorkerSigners(fleet_key)
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
+    _say_free_budgets(config)
     fleet = Fleet(FleetSettings(health=config.health))
     losses = LostBlocks(clock)
     load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks, losses)
@@ -313,6 +314,13 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         tracing=tracing,
         tls=tls,
     )
+
+
+def _say_free_budgets(config: GatewayConfig) -> None:
+    limited = [key.name for key in config.key if key.budget is not None or key.session_budget is not None]
+    if limited and not config.price:
+        hint = "budgets are charged by prices: add [[price]] tables"
+        log.warning("budget_without_price", keys=limited[:16], hint=hint)
 
 
 def _ended(metrics: GatewayMetrics, request_log: RequestLog | NoRequestLog, row: UsageRow) -> None:

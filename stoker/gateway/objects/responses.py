@@ -156,6 +156,16 @@ class StoredResponses:
         else:
             await generate(_with_body(request, run), EndpointKind.RESPONSES)
 
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+        check_utf8(body)
+        state = decode(_StateFields, body)
+        if state.previous_response_id is None:
+            return body
+        given = fields(body)
+        turns = await self._turns(caller, state.previous_response_id)
+        return stateless_body(given, turns, own_items(given), streams=False)
+
     def _row(self, caller: Caller, state: _StateFields, items: bytes) -> StoredResponse:
         now_s = self._unix_time()
         return StoredResponse(

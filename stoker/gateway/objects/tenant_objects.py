@@ -10,7 +10,7 @@ from functools import partial
 from stoker.base.errors import NotFound, StokerError
 from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors, repeat
-from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import BatchSettings, ResponsesSettings
@@ -44,6 +44,9 @@ class NoObjects:
 
     async def create_response(self, request: HttpRequest, generate: Generate) -> None:
         await generate(request, EndpointKind.RESPONSES)  # workers refuse the fields that need state
+
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        return body  # workers refuse the fields that need state
 
     async def answer(self, request: HttpRequest) -> Reply | None:
         raise NotFound("This gateway keeps nothing: it was started with `--store none`.", code="not_found")
@@ -110,6 +113,9 @@ class TenantObjects:
 
     async def create_response(self, request: HttpRequest, generate: Generate) -> None:
         await self.responses.create(request, generate)
+
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        return await self.responses.counted_body(caller, body)
 
     async def answer(self, request: HttpRequest) -> Reply | None:
         """Answer a request whose path begins with one of OBJECT_PREFIXES. None: the answer was streamed."""
