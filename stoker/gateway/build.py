@@ -14,7 +14,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import stoker
@@ -67,6 +67,7 @@ from stoker.gateway.records.retention import Retention
 from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.scaling import FleetSampler, ScaleBoard, Scaling
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
@@ -108,6 +109,7 @@ class GatewayServer:
     key_watch: KeyWatch | NoKeyWatch
     leases: LimitLeases | NoLeases
     retention: Retention
+    scaling: Scaling
     meter: Meter | NoMeter
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
@@ -134,6 +136,7 @@ class GatewayServer:
             self.membership.add(spec)
         self.key_watch.start()
         self.retention.start()
+        self.scaling.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
         self.objects.open(self.gateway.generate)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
@@ -151,6 +154,7 @@ class GatewayServer:
 
     async def close(self) -> None:
         """Stop now. Running requests are aborted; pending usage rows and trace spans are written."""
+        await self.scaling.close()
         await self.server.close(_CLOSE_GRACE_S)
         await self.objects.close()
         await self.membership.close()
@@ -223,8 +227,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, clock)
+    scaling = _scaling(config, fleet, load_book, admission, metrics, duties, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, duties, clock, status, misses.report)
+    view = AdminView(
+        fleet, load_book, router, admission, membership, duties, scaling.wishes, clock, status, misses.report
+    )
     group = ProcessGroup(
         config.process,
         config.process_ports,
@@ -308,6 +315,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         key_watch=key_watch,
         leases=leases,
         retention=Retention(threads, config.meter.keep_days),
+        scaling=scaling,
         meter=meter,
         request_log=request_log,
         tracing=tracing,
@@ -324,6 +332,21 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     """Return the smallest context length among the Stoker workers of a model; other engines do not report it here."""
     infos = [watchers.info(member.worker_id) for member in fleet.models().get(model, [])]
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
+
+
+def _scaling(
+    config: GatewayConfig,
+    fleet: Fleet,
+    load_book: LoadBook,
+    admission: Admission,
+    metrics: GatewayMetrics,
+    duties: Duties,
+    clock: Callable[[], float],
+) -> Scaling:
+    """Return the autoscaler. Of several processes, only the first one decides."""
+    settings = config.autoscale if config.process == 0 else replace(config.autoscale, mode="off")
+    board = ScaleBoard(clock)
+    return Scaling(settings, FleetSampler(fleet, load_book, admission, metrics.ttft_s), duties, board, board, clock)
 
 
 def _flex(config: GatewayConfig, fleet: Fleet, clock: Callable[[], float]) -> FlexGate:
