@@ -82,6 +82,9 @@ class LoadBook:
     def __init__(self, recent_half_life_s: float = 120.0) -> None:
         self._decay_per_s = log(2) / recent_half_life_s
         self._loads: dict[WorkerId, WorkerLoad] = {}
+        self.arrived_tokens = self.arrived_requests = (
+            0  # prompt tokens and requests that were reserved, since the start
+        )
 
     def reserve(
         self,
@@ -105,6 +108,8 @@ class LoadBook:
         load.recent_requests += 1
         load.recent_tokens += prefill_tokens
         load.recent_returns += returning
+        self.arrived_tokens += prefill_tokens
+        self.arrived_requests += 1
         return reservation
 
     def _new_reservation(

@@ -14,7 +14,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 import stoker
@@ -24,6 +24,7 @@ from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors
 from stoker.fleet.fleet import Fleet
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.lost_blocks import LostBlocks
 from stoker.fleet.other_load import NO_OTHERS, OtherLoad
 from stoker.gateway.admin import AdminEndpoint, AdminView
@@ -69,6 +70,7 @@ from stoker.gateway.records.retention import Retention
 from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.scaling import FleetSampler, ScaleBoard, Scaling
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
@@ -109,6 +111,7 @@ class GatewayServer:
     key_watch: KeyWatch | NoKeyWatch
     leases: LimitLeases | NoLeases
     retention: Retention
+    scaling: Scaling
     meter: Meter | NoMeter
     metrics: GatewayMetrics
     deciding: RoutingClasses
@@ -137,6 +140,7 @@ class GatewayServer:
             self.membership.add(spec)
         self.key_watch.start()
         self.retention.start()
+        self.scaling.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
         self.objects.open(self.gateway.generate, self.gateway.run_line)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
@@ -154,6 +158,7 @@ class GatewayServer:
 
     async def close(self) -> None:
         """Stop now. Running requests are aborted; pending usage rows and trace spans are written."""
+        await self.scaling.close()
         await self.server.close(_CLOSE_GRACE_S)
         await self.objects.close()
         await self.membership.close()
@@ -195,12 +200,9 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
-<<<<<<< HEAD
     moves = Moves(fleet, upstreams, clock, resuming_dialects())
     duties = Duties(fleet, moves, clock)
-=======
     other_work = OtherWork(load_book, name)
->>>>>>> front
     watchers = Watchers(
         fleet,
         indexes,
@@ -210,25 +212,17 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
-<<<<<<< HEAD
         on_moving=duties.saw_moving,
         on_role=duties.saw_role,
-        other_work=OtherWork(load_book, name),
-=======
         other_work=other_work,
->>>>>>> front
     )
     hints = HandoffHints(watchers.info)
     services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, moves, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
-<<<<<<< HEAD
-    membership = Membership(fleet, load_book, watchers, upstreams, moves, clock)
-=======
     errors = TaskErrors()
-    membership = Membership(fleet, load_book, watchers, upstreams, clock, errors=errors)
->>>>>>> front
+    membership = Membership(fleet, load_book, watchers, upstreams, moves, clock, errors=errors)
     location = config.store_location
     store = None if location is None else location.open()
     prices = PriceList(config.price)
@@ -240,8 +234,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, other_work, clock)
+    scaling = _scaling(config, fleet, load_book, admission, metrics, duties, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, duties, clock, status, misses.report)
+    view = AdminView(
+        fleet, load_book, router, admission, membership, duties, scaling.wishes, clock, status, misses.report
+    )
     group = ProcessGroup(
         config.process,
         config.process_ports,
@@ -329,6 +326,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         key_watch=key_watch,
         leases=leases,
         retention=Retention(threads, config.meter.keep_days, errors=errors),
+        scaling=scaling,
         meter=meter,
         metrics=metrics,
         deciding=deciding,
@@ -354,6 +352,21 @@ def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | Non
     """Return the smallest context length among the Stoker workers of a model; other engines do not report it here."""
     infos = [watchers.info(member.worker_id) for member in fleet.models().get(model, [])]
     return min((info.max_model_tokens for info in infos if info is not None), default=None)
+
+
+def _scaling(
+    config: GatewayConfig,
+    fleet: Fleet,
+    load_book: LoadBook,
+    admission: Admission,
+    metrics: GatewayMetrics,
+    duties: Duties,
+    clock: Callable[[], float],
+) -> Scaling:
+    """Return the autoscaler. Of several processes, only the first one decides."""
+    settings = config.autoscale if config.process == 0 else replace(config.autoscale, mode="off")
+    board = ScaleBoard(clock)
+    return Scaling(settings, FleetSampler(fleet, load_book, admission, metrics.ttft_s), duties, board, board, clock)
 
 
 def _flex(config: GatewayConfig, fleet: Fleet, other_work: OtherWork, clock: Callable[[], float]) -> FlexGate:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
@@ -525,6 +526,7 @@ class GatewayConfig:
     responses: ResponsesSettings = field(default_factory=ResponsesSettings)
     flex: FlexSettings = field(default_factory=FlexSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
+    autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     recording: RecordingSettings = field(default_factory=RecordingSettings)
     worker: tuple[WorkerSettings, ...] = ()
