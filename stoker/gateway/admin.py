@@ -120,7 +120,8 @@ class AdminEndpoint:
     # ---- reading
 
     def _status(self, request: EndpointRequest, query: dict[str, str]) -> GatewayStatus:
-        return self._view.status()
+        changes = sorted({path.decode() for method, path in self._routes if method == b"POST"})
+        return msgspec.structs.replace(self._view.status(), changes=changes)
 
     def _fleet(self, request: EndpointRequest, query: dict[str, str]) -> WorkerList:
         now = self._view.clock()

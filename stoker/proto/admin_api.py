@@ -28,6 +28,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None  # the file or URL of the store
     store_trouble: str | None = None  # why the store does not work, if it does not
     ledger_pending_rows: int = 0
+    changes: list[str] = []  # the paths of the admin API that change something, so that a client shows only what works
 
 
 class ReportedLoad(msgspec.Struct, frozen=True, kw_only=True):

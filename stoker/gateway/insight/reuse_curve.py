@@ -22,6 +22,7 @@ _KEY_SHARE = 8  # and of these, those whose key is divisible by this
 RATE = _STRIDE * _KEY_SHARE
 _PER_OCTAVE = 4  # buckets for each doubling of the distance
 _OCTAVES = 40
+_FLAT_SHARE = 0.05  # sizes that hit less than this share of the most are not worth showing
 _HALF_S = 3600.0  # the weight of old uses halves in this time
 
 
@@ -66,14 +67,15 @@ class ReuseCurve:
         return hits / self._total
 
     def points(self) -> list[tuple[int, float]]:
-        """Return (tokens, hit ratio) at each doubling, up to the size beyond which nothing more is gained."""
+        """Return (tokens, hit ratio) at each doubling, from where it begins to rise to where nothing more is gained."""
         if not self._total:
             return []
         used = [i for i, count in enumerate(self._counts) if count]
         first, last = (used[0], used[-1]) if used else (10 * _PER_OCTAVE, 20 * _PER_OCTAVE)
         low, high = max(0, first // _PER_OCTAVE - 1), last // _PER_OCTAVE + 2
-        sizes = [1 << octave for octave in range(low, high + 1)]
-        return [(size, round(self.hit_ratio(size) or 0.0, 4)) for size in sizes]
+        found = [(1 << octave, round(self.hit_ratio(1 << octave) or 0.0, 4)) for octave in range(low, high + 1)]
+        num_flat = sum(ratio < _FLAT_SHARE * found[-1][1] for _, ratio in found)
+        return found[max(0, min(num_flat, len(found) - 1) - 1) :]
 
     @property
     def max_tokens(self) -> int:
