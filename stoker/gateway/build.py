@@ -37,6 +37,7 @@ from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
+from stoker.gateway.duties import Duties
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
@@ -48,11 +49,13 @@ from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.call import requested_model
+from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -112,6 +115,7 @@ class GatewayServer:
     leases: LimitLeases | NoLeases
     retention: Retention
     meter: Meter | NoMeter
+    metrics: GatewayMetrics
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
     live: LiveStream
@@ -140,7 +144,7 @@ class GatewayServer:
         self.retention.start()
         self.live.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
-        self.objects.open(self.gateway.generate)
+        self.objects.open(self.gateway.generate, self.gateway.run_line)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
         if self.config.process_ports:
             await self.server.listen(
@@ -197,6 +201,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
+    moves = Moves(fleet, upstreams, clock, resuming_dialects())
+    duties = Duties(fleet, moves, clock)
     watchers = Watchers(
         fleet,
         indexes,
@@ -206,14 +212,16 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
+        on_moving=duties.saw_moving,
+        on_role=duties.saw_role,
         other_work=OtherWork(load_book, name),
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints, name)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, moves, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
-    membership = Membership(fleet, load_book, watchers, upstreams, clock)
+    membership = Membership(fleet, load_book, watchers, upstreams, moves, clock)
     location = config.store_location
     store = None if location is None else location.open()
     prices = PriceList(config.price)
@@ -226,7 +234,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
+    view = AdminView(fleet, load_book, router, admission, membership, duties, clock, status, misses.report)
     group = ProcessGroup(
         config.process,
         config.process_ports,
@@ -270,6 +278,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
                 upstreams,
                 keys,
                 admission,
+                flex,
                 meter,
                 partial(_ended, metrics, request_log),
                 config.proxy,
@@ -323,6 +332,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         leases=leases,
         retention=Retention(threads, config.meter.keep_days),
         meter=meter,
+        metrics=metrics,
         request_log=request_log,
         tracing=tracing,
         live=live,

@@ -139,7 +139,7 @@ def decode(data: bytes) -> Frame:
 
 def _put_plan(writer: _FrameWriter, plan: StepPlan) -> None:
     assert not plan.loads, "loads need a store on every rank"
-    writer.put(len(plan.spans), plan.num_drafts)
+    writer.put(len(plan.spans), plan.num_drafts, plan.num_guesses)
     for span in plan.spans:
         writer.put(span.row, span.start, span.count, span.samples, span.num_drafts, span.slack, span.in_prompt)
         writer.put(span.next_id)
@@ -165,7 +165,7 @@ def _put_plan(writer: _FrameWriter, plan: StepPlan) -> None:
 
 
 def _take_plan(reader: _FrameReader) -> StepPlan:
-    num_spans, num_drafts = reader.take(2)
+    num_spans, num_drafts, num_guesses = reader.take(3)
     spans = []
     for _ in range(num_spans):
         row, start, count, samples, drafts, slack, in_prompt, next_id = reader.take(8)
@@ -198,6 +198,7 @@ def _take_plan(reader: _FrameReader) -> StepPlan:
         [],
         tapes,
         num_drafts,
+        num_guesses,
     )
 
 
@@ -228,8 +229,8 @@ def _put_grammar(writer: _FrameWriter, spec: GrammarSpec) -> None:
     writer.put(spec.allows_text, len(spec.inputs))
     for one in spec.inputs:
         writer.put(_SYNTAXES.index(one.grammar.syntax))
-        writer.put_text(one.begin)
-        writer.put_text(one.grammar.definition)
+        for text in (one.begin, one.opening, one.end, one.grammar.definition):
+            writer.put_text(text)
 
 
 def _take_grammar(reader: _FrameReader, kind: GrammarKind) -> GrammarSpec:
@@ -238,7 +239,8 @@ def _take_grammar(reader: _FrameReader, kind: GrammarKind) -> GrammarSpec:
     inputs = []
     for _ in range(num_inputs):
         syntax = _SYNTAXES[reader.one()]
-        inputs.append(InputGrammar(reader.text(), TextGrammar(syntax, reader.text())))
+        begin, opening, end, definition = (reader.text() for _ in range(4))
+        inputs.append(InputGrammar(begin, opening, end, TextGrammar(syntax, definition)))
     return GrammarSpec(kind, text, bool(allows_text), tuple(inputs))
 
 

@@ -12,6 +12,9 @@ ADMIN_FLEET_PATH = "/admin/fleet"
 ADMIN_MISSES_PATH = "/admin/misses"
 ADMIN_SERIES_PATH = "/admin/series"
 ADMIN_NOW_PATH = "/admin/now"
+ADMIN_DRAIN_PATH = "/admin/drain"
+ADMIN_UNDRAIN_PATH = "/admin/undrain"
+ADMIN_ROLE_PATH = "/admin/role"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):

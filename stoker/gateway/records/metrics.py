@@ -40,6 +40,7 @@ class GatewayMetrics:
         self.ttft_parts_s: defaultdict[str, float] = defaultdict(float)
         self.retries: defaultdict[str, int] = defaultdict(int)
         self.resumes: defaultdict[str, int] = defaultdict(int)
+        self.moves: defaultdict[str, int] = defaultdict(int)
         self.handoffs: defaultdict[str, int] = defaultdict(int)
         self.refusals: defaultdict[str, int] = defaultdict(int)
         self.bad_requests: defaultdict[str, int] = defaultdict(int)
@@ -97,6 +98,7 @@ class GatewayMetrics:
             ("cached_tier_tokens", "Cached prompt tokens by the tier that held them", "tier", self.tier_tokens),
             ("ttft_part_seconds", "Time to the first byte of all requests by its parts", "part", self.ttft_parts_s),
             ("retries", "Requests sent to another worker before the first byte", "reason", self.retries),
+            ("moves", "Running requests that a draining worker handed to another one", "outcome", self.moves),
             ("resumes", "Broken streams continued, or not, by another worker", "outcome", self.resumes),
             ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
             ("refusals", "Requests refused before admission", "code", self.refusals),
