@@ -89,9 +89,13 @@ TABLE = {
     "gateway.doctor": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.admission.prices routing fleet proto", "msgspec", light=True
     ),
+    "gateway.insight": Allowed(
+        f"{GATEWAY_BASE} gateway.admission gateway.records routing fleet proto", "msgspec", light=True
+    ),
+    "gateway.ui": Allowed("gateway.api", "", light=True),
     "gateway.path": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"
-        " fleet proto kv.blocks replay.recorder",
+        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor"
+        " gateway.insight routing fleet proto kv.blocks replay.recorder",
         "msgspec",
         light=True,
     ),

@@ -430,6 +430,17 @@ class TracingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class GoalSettings:
+    """Latency goals. A request that meets both counts in the goodput on the dashboard."""
+
+    ttft_ms: float = setting(2000.0, "Goal for the time to the first token.", unit="ms", gt=0)
+    itl_ms: float = setting(100.0, "Goal for the mean time between tokens of a request.", unit="ms", gt=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "goals")
+
+
+@dataclass(frozen=True, slots=True)
 class PriceSettings:
     """The price of a model, for a million tokens."""
 
@@ -529,6 +540,7 @@ class GatewayConfig:
     autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     recording: RecordingSettings = field(default_factory=RecordingSettings)
+    goals: GoalSettings = field(default_factory=GoalSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()
