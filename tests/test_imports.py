@@ -93,10 +93,14 @@ TABLE = {
         "msgspec",
         light=True,
     ),
+    "sim": Allowed(
+        "sched kv.blocks routing fleet gateway.admission gateway.config loadgen.prompts", "msgspec", light=True
+    ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
+    "observe": Allowed("", light=True),
     "cli": Allowed(
-        "worker gateway up engine train planner proto text checkpoint loadgen kv.mooncake kv.store kernels",
-        "aiohttp rich triton uvloop",
+        "worker gateway up observe engine train planner sim routing proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "aiohttp msgspec rich triton uvloop",
     ),
 }
 

@@ -27,7 +27,6 @@ from stoker.engine.model_identity import kv_identity, number_format, read_hf_con
 from stoker.engine.part import ModelSource, Progress, build_part, kv_layout, max_context
 from stoker.engine.ranks.rank_host import NoRanks, RankHost, check_ranks
 from stoker.engine.ranks.rank_processes import RankProcesses
-from stoker.engine.rates import StepRates
 from stoker.engine.runner import StepRunner
 from stoker.engine.store import build_store
 from stoker.engine.tuning_file import load_tuning
@@ -44,6 +43,7 @@ from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.step_rates import StepRates
 from stoker.spec.choose_drafters import EAGLE3, MTP, DrafterChoice
 from stoker.spec.draft_counts import DraftCounts
 from stoker.spec.drafter import DrafterParts
@@ -162,7 +162,7 @@ def build_engine(
     memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
     memory.add_reserve(working.reserve_bytes + working.spare_bytes)
-    if handoff.serves or store.tiers:
+    if handoff.prefills or store.tiers:
         progress("measuring", 0, 1)
         _measure_prefill(runner, config, kv, rates, resolved)
         store.measure()

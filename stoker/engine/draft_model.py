@@ -18,7 +18,6 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.draft import DraftCheckpoint, DraftModel, PredictsMore
 from stoker.models.eagle3_weights import Eagle3Checkpoint
 from stoker.models.family import Model, ModelFamily
-from stoker.sched.draft_tape import MODEL_GUESSES
 
 
 def open_draft(folder: Path, hf: Mapping[str, Any], family: ModelFamily) -> DraftCheckpoint:
@@ -98,4 +97,4 @@ class LoadedDraft:
         dtype = attention_dtype or kv.like.dtype
         in_place = kv.like.dtype == kv.blocks.dtype == dtype
         places = PagedPlaces(kv.draft, rows) if paged else ReferencePlaces(kv.draft, rows, dtype, in_place)
-        return DeviceDrafter(self.model, rows, kv.draft, places, MODEL_GUESSES, self.num_positions)
+        return DeviceDrafter(self.model, rows, kv.draft, places, self.num_positions)

@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from stoker.base.clock import Clock
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
-from stoker.engine.rates import StepRates
 from stoker.engine.runner import LaunchedStep, StepRunner
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.peer.lease_book import LeaseBook
@@ -20,6 +19,7 @@ from stoker.kv.store.kv_store import KvStore
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import Finish, GenerateRequest, TokenChunks, TokenUsage
 from stoker.sched.scheduler import Scheduler
+from stoker.sched.step_rates import StepRates
 
 
 class Engine:
@@ -88,6 +88,15 @@ class Engine:
     def cancel(self, request_id: RequestId) -> None:
         self._chunks.extend(self._scheduler.cancel(request_id))
 
+    def hand_off(self, request_id: RequestId, lease_id: str) -> None:
+        """Let another worker continue a request. Its last chunk has a ticket for its KV, if it has any."""
+        self._keep_passed_on(self._scheduler.hand_off(request_id, lease_id))
+
+    def hand_back(self, request: GenerateRequest) -> None:
+        """Let another worker run a request that was not added. It gets the ticket that came with the request."""
+        usage = TokenUsage(request.num_prompt, 0, len(request.token_ids) - request.num_prompt)
+        self._chunks.add(request.request_id, [], usage, None, Finish("handoff"), request.ticket)
+
     def release_lease(self, lease_id: str) -> None:
         """Release a lease whose KV the peer has pulled. Can be called from any thread."""
         self._released.put(lease_id)
@@ -141,7 +150,15 @@ class Engine:
                 self.rates.record(step.plan, result.step_s)
             self._chunks.extend(self._scheduler.commit(result))
             num_committed += 1
+        self._keep_passed_on(self._scheduler.end_leaving())
         return num_committed
+
+    def _keep_passed_on(self, leaving: TokenChunks) -> None:
+        """Return the last chunks of leaving requests with the next step. A ticket that is passed on is not released."""
+        for i, ticket in leaving.tickets.items():
+            if self._tickets.get(leaving.request_ids[i]) == ticket:
+                del self._tickets[leaving.request_ids[i]]
+        self._chunks.extend(leaving)
 
     def _offer_blocks(self) -> int:
         """Offer new blocks to the store, and release those that it has copied. Return how many were released."""

@@ -301,7 +301,8 @@ class Runner:
             return VerifiedTokens(sampled, to_host(outputs.counts) if plan.num_drafts else None, firsts)
         spans = sampling_spans(plan, firsts, outputs.token_ids, outputs.positions)
         heads = torch.from_numpy(heads_of(plan)).to(outputs.positions.device, non_blocking=True)
-        return self._sample(outputs.logits[:num_heads], spans, replace(outputs.draft, heads=heads), states)
+        step = replace(outputs.draft, heads=heads)
+        return self._sample(outputs.logits[:num_heads], spans, step, states, plan.num_guesses)
 
     def _step(self, plan: StepPlan, states: list[RowState]) -> Callable[[], VerifiedTokens | None]:
         """Run this stage's layers with the reference kernels. The returned function samples."""
@@ -323,7 +324,8 @@ class Runner:
             if not len(heads):
                 self._drafter.draft(step, heads, heads)
                 return None
-            return self._sample(self._model.logits(stages.result(hidden, heads)), inputs.spans, step, states)
+            logits = self._model.logits(stages.result(hidden, heads))
+            return self._sample(logits, inputs.spans, step, states, plan.num_guesses)
 
         return finish
 
@@ -333,6 +335,7 @@ class Runner:
         spans: list[SamplingSpan],
         step: DraftStep,
         states: list[RowState],
+        num_guesses: int,
     ) -> VerifiedTokens:
         # A step that is finished later comes after all steps before it.
         waits = self._last is not None and not self._stages.is_deferred
@@ -341,7 +344,7 @@ class Runner:
         sampled = self._sample_on_ranks(logits, spans, plain=all(state.is_plain for state in states))
         batch, token_ids = step.batch, sampled.token_ids
         counts = verify(step.heads, batch.token_ids, batch.positions, token_ids, self._rows.tokens)
-        self._drafter.draft(step, token_ids, counts)
+        self._drafter.draft(step, token_ids, counts).make(num_guesses)
         has_drafts = any(span.drafts or span.head < 0 for span in spans)
         return VerifiedTokens(sampled.to_host(), to_host(counts) if has_drafts else None, [span.head for span in spans])
 

@@ -8,7 +8,7 @@ changes, or until the time at which a worker's health changes by itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.ejection import brought_back
@@ -95,6 +95,13 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is not None:
             member.health.drain(on, now)
+            self._invalidate()
+
+    def set_role(self, worker_id: WorkerId, role: Role) -> None:
+        """Give a worker another role. The next request sees it."""
+        member = self._members.get(worker_id)
+        if member is not None:
+            member.spec = replace(member.spec, role=role)
             self._invalidate()
 
     def expire(self, now: float, silent_s: float) -> list[WorkerId]:

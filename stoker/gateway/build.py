@@ -39,17 +39,20 @@ from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
+from stoker.gateway.duties import Duties
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges, add_task_counters
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.call import requested_model
+from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -108,6 +111,7 @@ class GatewayServer:
     leases: LimitLeases | NoLeases
     retention: Retention
     meter: Meter | NoMeter
+    metrics: GatewayMetrics
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
     tls: ssl.SSLContext | None
@@ -192,6 +196,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
     other_work = OtherWork(load_book, name)
+    moves = Moves(fleet, upstreams, clock, resuming_dialects())
+    duties = Duties(fleet, moves, clock)
     watchers = Watchers(
         fleet,
         indexes,
@@ -201,15 +207,17 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
+        on_moving=duties.saw_moving,
+        on_role=duties.saw_role,
         other_work=other_work,
     )
     hints = HandoffHints(watchers.info)
-    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, hints, name)
+    services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, moves, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
     errors = TaskErrors()
-    membership = Membership(fleet, load_book, watchers, upstreams, clock, errors=errors)
+    membership = Membership(fleet, load_book, watchers, upstreams, moves, clock, errors=errors)
     location = config.store_location
     store = None if location is None else location.open()
     prices = PriceList(config.price)
@@ -222,7 +230,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, other_work, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
-    view = AdminView(fleet, load_book, router, admission, membership, clock, status, misses.report)
+    view = AdminView(fleet, load_book, router, admission, membership, duties, clock, status, misses.report)
     group = ProcessGroup(
         config.process,
         config.process_ports,
@@ -310,6 +318,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         leases=leases,
         retention=Retention(threads, config.meter.keep_days, errors=errors),
         meter=meter,
+        metrics=metrics,
         request_log=request_log,
         tracing=tracing,
         tls=tls,

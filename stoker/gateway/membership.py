@@ -18,6 +18,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.path.dialects.dialect import DIALECTS
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.watch.watchers import Watchers
 
@@ -36,6 +37,7 @@ class Membership:
         load_book: LoadBook,
         watchers: Watchers,
         upstreams: Upstreams,
+        moves: Moves,
         clock: Callable[[], float],
         silent_s: float = _SILENT_S,
         errors: TaskErrors | None = None,
@@ -44,6 +46,7 @@ class Membership:
         self._load_book = load_book
         self._watchers = watchers
         self._upstreams = upstreams
+        self._moves = moves
         self._clock = clock
         self._silent_s = silent_s
         self._errors = errors or TaskErrors()
@@ -67,8 +70,11 @@ class Membership:
         """Note that a new process runs at the worker's address."""
         self._watchers.restarted(worker_id)
 
-    def remove(self, worker_id: WorkerId) -> None:
-        """Remove a worker. Its running requests continue; it gets no new ones."""
+    def remove(self, worker_id: WorkerId, *, moves: bool = False) -> None:
+        """Remove a worker: it gets no new requests. Its running requests continue, on other workers if `moves` is set."""
+        member = self._fleet.member(worker_id)
+        if member is not None and moves:
+            self._moves.begin(member)
         self._fleet.remove(worker_id, self._clock())
         self._upstreams.let_go(worker_id)
         self._load_book.forget(worker_id)
@@ -90,6 +96,7 @@ class Membership:
         if self._expiry is not None:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)
+        await self._moves.close()
         await asyncio.gather(*self._leaving)
         await self._watchers.close()
 

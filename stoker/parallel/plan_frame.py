@@ -139,7 +139,7 @@ def decode(data: bytes) -> Frame:
 
 def _put_plan(writer: _FrameWriter, plan: StepPlan) -> None:
     assert not plan.loads, "loads need a store on every rank"
-    writer.put(len(plan.spans), plan.num_drafts)
+    writer.put(len(plan.spans), plan.num_drafts, plan.num_guesses)
     for span in plan.spans:
         writer.put(span.row, span.start, span.count, span.samples, span.num_drafts, span.slack, span.in_prompt)
         writer.put(span.next_id)
@@ -165,7 +165,7 @@ def _put_plan(writer: _FrameWriter, plan: StepPlan) -> None:
 
 
 def _take_plan(reader: _FrameReader) -> StepPlan:
-    num_spans, num_drafts = reader.take(2)
+    num_spans, num_drafts, num_guesses = reader.take(3)
     spans = []
     for _ in range(num_spans):
         row, start, count, samples, drafts, slack, in_prompt, next_id = reader.take(8)
@@ -198,6 +198,7 @@ def _take_plan(reader: _FrameReader) -> StepPlan:
         [],
         tapes,
         num_drafts,
+        num_guesses,
     )
 
 

@@ -10,6 +10,9 @@ import msgspec
 ADMIN_STATUS_PATH = "/admin/status"
 ADMIN_FLEET_PATH = "/admin/fleet"
 ADMIN_MISSES_PATH = "/admin/misses"
+ADMIN_DRAIN_PATH = "/admin/drain"
+ADMIN_UNDRAIN_PATH = "/admin/undrain"
+ADMIN_ROLE_PATH = "/admin/role"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,7 +100,7 @@ class Router:
             candidates = [self._candidate(lookup, member, output_tokens) for member in members]
         else:
             members = self._clusters.narrow(query, members, lookup.matches, now)
-            prefills = self._cheapest_prefills(lookup, members)
+            prefills = {} if query.brings_kv else self._cheapest_prefills(lookup, members)
             candidates = self._decode_candidates(lookup, members, prefills)
             if not candidates:
                 raise self._no_worker(query, now)

@@ -1,4 +1,4 @@
-"""The layer for drafts of a DeepSeek checkpoint: its guesses are those of a reference made of transformers' layers, and
+"""The layer for drafts of a DeepSeek or GLM checkpoint: its guesses are those of a reference made of transformers' layers, and
 drafts change no answer. EAGLE-3 heads draft for models with latent attention, too."""
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId, Row
 from stoker.engine.llm import LLM
+from stoker.engine.model_identity import read_hf_config
 from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START
+from stoker.models.family import family_of
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.train.evaluate import EveryDraft
 
 drafts_cost_nothing = speculation.drafts_cost_nothing
 NUM_LAYERS, HIDDEN = 3, 72
@@ -60,11 +63,12 @@ class PlainPrediction:
         return guesses
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainPrediction]:
-    """A model with a layer for drafts in its files, as DeepSeek-V3 has it, and its reference."""
+@pytest.fixture(scope="module", params=["deepseek", "glm4-moe"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainPrediction]:
+    """A model with a layer for drafts in its files, as DeepSeek-V3 and GLM-4.5 have it, and its reference."""
     folder = tmp_path_factory.mktemp("mtp")
-    reference = make_tiny(folder, "deepseek", torch.float64, num_hidden_layers=NUM_LAYERS + 1)
+    changes = {"num_hidden_layers": NUM_LAYERS + 1, "num_nextn_predict_layers": 1}
+    reference = make_tiny(folder, request.param, torch.float64, **changes)
     reference.config._attn_implementation = reference.config._experts_implementation = "eager"  # in float64
     torch.manual_seed(1)
     extra = {
@@ -94,7 +98,7 @@ def settings(drafter: str) -> EngineSettings:
 def test_guesses_are_those_of_the_reference(made: tuple[Path, PlainPrediction]) -> None:
     folder, plain = made
     prompt, compared = PROMPTS[2], 0
-    with closing(LLM(folder, settings("mtp"))) as llm:
+    with closing(LLM(folder, settings("mtp"), wrap_drafting=EveryDraft)) as llm:
         engine, rows = llm.built.engine, llm.built.engine._runner._rows
         known = list(prompt)
         engine.add(GenerateRequest(RequestId("r"), prompt, len(prompt), GREEDY, 10))
@@ -127,27 +131,36 @@ def test_drafts_change_no_answer(made: tuple[Path, PlainPrediction]) -> None:
     assert found["off"] == found["mtp"] == found["mtp,ngram"]
 
 
-def test_an_eagle3_head_drafts_for_latent_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "name"), [("kimi-k2.5", "specforge"), ("deepseek", "vllm, MLA")])
+def test_an_eagle3_head_drafts_for_latent_attention(model: str, name: str, tmp_path: Path) -> None:
+    """With grouped-query attention or latent attention in the head, whose KV is a group of its own."""
     folder, head = tmp_path / "model", tmp_path / "head"
-    make_tiny(folder, "deepseek", torch.float64, num_hidden_layers=LAYERS)
-    head.mkdir()
-    form = FORMATS["speculators"]
+    make_tiny(folder, model, torch.float64, num_hidden_layers=LAYERS)
+    form = FORMATS[name]
     write_head(head, form, make_tensors(form))
     found = []
     for drafter in ("off", f"eagle3:{head}"):
         with closing(LLM(folder, settings(drafter))) as llm:
             found.append([answer.token_ids for answer in llm.generate(PROMPTS, GREEDY, 16)])
             assert drafter == "off" or llm.built.scheduler.counters.draft_tokens
+            assert llm.built.layout.groups == family_of(read_hf_config(folder), "").kv_groups
+            assert llm.built.pool.num_free == llm.built.pool.num_blocks
     assert found[0] == found[1]
 
 
-def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, made: tuple[Path, PlainPrediction]) -> None:
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
     make_tiny(tmp_path / "kimi", "kimi-k2")
     with pytest.raises(ModelFilesError, match="num_nextn_predict_layers"):
         LLM(tmp_path / "kimi", settings("mtp"))
     make_tiny(tmp_path / "llama", "llama")
     with pytest.raises(ModelFilesError, match="no layer for drafts"):
         LLM(tmp_path / "llama", settings("mtp"))
+    make_tiny(tmp_path / "glm", "glm4-moe", num_nextn_predict_layers=0)
+    with pytest.raises(ModelFilesError, match="num_nextn_predict_layers"):
+        LLM(tmp_path / "glm", settings("mtp"))
+    make_tiny(tmp_path / "minimax", "minimax-m2", num_mtp_modules=3)
+    with pytest.raises(ModelFilesError, match=r"MiniMax-M2 is published without.*num_mtp_modules"):
+        LLM(tmp_path / "minimax", settings("mtp"))
     make_tiny(tmp_path / "cut", "deepseek")
     with pytest.raises(ModelFilesError, match="eh_proj"):
         LLM(tmp_path / "cut", settings("mtp"))

@@ -32,11 +32,13 @@ from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
+from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -125,6 +127,7 @@ class World:
         self.misses = MissTotals(PriceList(), "USD", 0.0)
         router = Router(self.fleet, self.ledger, indexes, settings=RouterSettings(policy=policy))
         self.upstreams = Upstreams()
+        self.moves = Moves(self.fleet, self.upstreams, clock, resuming_dialects())
         services = ProxyServices(
             self.fleet,
             self.upstreams,
@@ -133,6 +136,7 @@ class World:
             CleanupTasks(),
             clock,
             doctor,
+            self.moves,
             hints or HandoffHints(),
         )
         self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
@@ -207,6 +211,7 @@ class World:
     async def __aexit__(self, *why: object) -> None:
         self.client.close()
         await self.server.close(0.5)
+        await self.moves.close()
         await self.proxy.close()
         for worker in self.workers.values():
             await worker.stop()

@@ -14,9 +14,10 @@ from stoker.base.ids import BlockId, Row
 from stoker.parallel.collectives import ExchangeFailed
 from stoker.parallel.gloo import GlooCollectives, GlooWorld
 from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
+from stoker.parallel.plan_transport import PlansStuck
 from stoker.parallel.rank_link import Kind, LinkMessage
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
-from stoker.parallel.ring import RingFiles, RingFull, RingReader, RingWriter
+from stoker.parallel.ring import RingFiles, RingReader, RingWriter
 from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
 from stoker.sched.request import GrammarSpec, InputGrammar, SamplingParams, TextGrammar
 
@@ -117,7 +118,7 @@ def test_a_reader_that_stops_does_not_block_the_writer_for_ever() -> None:
     reader = RingReader(files.memory, files.events[0], 0, 1)
     assert reader.receive(0.01) is None
     writer.send(bytes(200))
-    with pytest.raises(RingFull, match="reader 0 has not read 1,000 bytes"):
+    with pytest.raises(PlansStuck, match="reader 0 has not read 1,000 bytes"):
         writer.send(bytes(2000))
     assert reader.receive(0.01) == bytes(200)
     files.close()

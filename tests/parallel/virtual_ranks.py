@@ -99,6 +99,9 @@ class VirtualRanks:
         with self._lock:
             return RankLost(self._watch.verdict or str(error))
 
+    def dismiss(self) -> None:
+        pass
+
     def close(self) -> None:
         for one in self._queues.values():
             one.put(None)

@@ -65,6 +65,8 @@ def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
         failed_loads=counters.failed_loads,
         tiers=[_tier_report(built, tier) for tier in (*built.store.tiers, *built.store.local_tiers)],
         drafts=draft_reports(built.draft_counts),
+        draft_step_s=counters.draft_step_s,
+        undrafted_s=counters.undrafted_s,
     )
 
 

@@ -24,6 +24,9 @@ class RankHost(Protocol):
     def drive(self, runner: Runner) -> StepRunner:
         """Wait until all ranks are ready, and return the runner that drives them."""
 
+    def dismiss(self) -> None:
+        """Tell the ranks of other nodes that the engine is stopped, and will not start again."""
+
     def close(self) -> None:
         """End all ranks."""
 
@@ -38,6 +41,9 @@ class NoRanks:
 
     def drive(self, runner: Runner) -> StepRunner:
         return runner
+
+    def dismiss(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -60,6 +60,9 @@ class Call(msgspec.Struct, eq=False):
     first_byte_s: float | None = None
     num_retries: int = 0
     num_resumes: int = 0
+    continues: bool = (
+        False  # the last worker handed it off: its tokens are part of the answer, even if the client has none
+    )
     worker_id: WorkerId | None = None  # the decode worker of the latest attempt
     policy: str = ""
     shows_thinking: bool | None = None  # set while a Messages request runs as chat: whether its client wants to see it

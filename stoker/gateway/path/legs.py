@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
@@ -30,6 +31,7 @@ from stoker.gateway.path.cache_report import CACHE_HEADER, cache_report, wants_c
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import AnswerLate, AnswerTooLarge, BadAnswer, LegFailed, Refused
 from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, OWN_ACCESS, kind_of, known_status
+from stoker.gateway.path.moves import MovableLeg
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.running_usage import STATUS
@@ -149,6 +151,10 @@ class Legs:
         return self._services.settings.media_hosts
 
     # ---- requests to workers
+
+    def movable(self, leg: Leg) -> AbstractContextManager[MovableLeg]:
+        """Let other workers take this leg's request over while the context is open."""
+        return self._services.moves.open(leg.worker.worker_id, self.call.query.model)
 
     async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
         """Send a leg's request and return the worker's response once its head has arrived.

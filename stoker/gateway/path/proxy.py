@@ -3,6 +3,7 @@
 - Before the first byte, a failed request is retried on another worker: up to `proxy.retries` times, after a short random
   backoff, and only while retries stay a small share of all requests. An overloaded fleet must not get every request
   several times.
+- A worker that drains hands its requests off, and they continue on other workers (`moves.py`). That is no failure.
 - After the first byte, only a worker that can continue exactly where the stream stopped may take over. While there is
   none, the client waits for up to `proxy.resume_grace_s`.
 - A request on which two workers failed goes to no third one, because it may be the cause. Refused connections and overload
@@ -25,7 +26,7 @@ from stoker.fleet.spec import Role
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS, Dialect
-from stoker.gateway.path.errors import LegFailed
+from stoker.gateway.path.errors import LegFailed, LegMoved
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.messages_as_chat import run_as_chat
 from stoker.gateway.path.retries import RetryBudget, RetryState
@@ -53,7 +54,7 @@ class Proxy:
         self._debug_routes = debug_routes
         self._suspects = SuspectRequests(services.settings.suspect_s)
         self._dialects: dict[str, Dialect] = {name: DIALECTS.get(name)() for name in DIALECTS}
-        self._resumable = frozenset(name for name, dialect in self._dialects.items() if dialect.resumes)
+        self._resumable = services.moves.dialects
 
     def run(self, call: Call) -> Awaitable[None]:
         """Run `call` to its end. Exceptions are sent to the client, as a response or as the last event of a stream."""
@@ -89,6 +90,10 @@ class Proxy:
                     if retries is None:
                         retries = self._retry_state(call, trial)
                     retries.failed(failed)
+                except LegMoved as moved:
+                    if retries is None:
+                        retries = self._retry_state(call, trial)
+                    retries.moved(moved)
                 finally:
                     route.end(self._services.clock())
         except StokerError:

@@ -34,6 +34,7 @@ class GatewayMetrics:
         self.completion_tokens: defaultdict[str, int] = defaultdict(int)
         self.retries: defaultdict[str, int] = defaultdict(int)
         self.resumes: defaultdict[str, int] = defaultdict(int)
+        self.moves: defaultdict[str, int] = defaultdict(int)
         self.handoffs: defaultdict[str, int] = defaultdict(int)
         self.refusals: defaultdict[str, int] = defaultdict(int)
         self.bad_requests: defaultdict[str, int] = defaultdict(int)
@@ -87,6 +88,7 @@ class GatewayMetrics:
             ("cached_tokens", "Prompt tokens of served requests that were found in cache", "model", self.cached_tokens),
             ("completion_tokens", "Tokens generated", "model", self.completion_tokens),
             ("retries", "Requests sent to another worker before the first byte", "reason", self.retries),
+            ("moves", "Running requests that a draining worker handed to another one", "outcome", self.moves),
             ("resumes", "Broken streams continued, or not, by another worker", "outcome", self.resumes),
             ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
             ("refusals", "Requests refused before admission", "code", self.refusals),

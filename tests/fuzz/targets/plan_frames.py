@@ -36,6 +36,7 @@ def seeds() -> list[bytes]:
         [BlockTableChange(Row(0), 0, [BlockId(7), BlockId(8)])],
         tapes=[TapeUpload(Row(0), 3, [9, 10])],
         num_drafts=1,
+        num_guesses=2,
     )
     return [encode(Frame(RankCommand.STEP, 1, plan)), encode(Frame(RankCommand.FINISH, 2))]
 

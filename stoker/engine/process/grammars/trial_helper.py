@@ -36,8 +36,9 @@ _ADVICE = "use fewer or smaller counts, lengths and nested repetitions"
 
 
 def main() -> None:
-    # Ctrl-C reaches the whole process group. The server decides when the engine and its helpers end.
+    # These signals may reach all processes of a service. The server decides when the engine and its helpers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(10)
     results = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not mix with the results
