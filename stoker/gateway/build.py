@@ -209,15 +209,9 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
-<<<<<<< HEAD
     moves = Moves(fleet, upstreams, clock, resuming_dialects())
     duties = Duties(fleet, moves, clock)
     other_work = OtherWork(load_book, name)
-=======
-    other_work = OtherWork(load_book, name)
-    moves = Moves(fleet, upstreams, clock, resuming_dialects())
-    duties = Duties(fleet, moves, clock)
->>>>>>> front
     watchers = Watchers(
         fleet,
         indexes,
