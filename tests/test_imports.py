@@ -70,7 +70,8 @@ TABLE = {
     "fleet": Allowed("", light=True),
     "routing": Allowed("fleet", light=True),
     "autoscale": Allowed("fleet", light=True),
-    "gateway": Allowed("autoscale routing fleet text proto kv.blocks", "msgspec", light=True),
+    "replay": Allowed("fleet routing", "msgspec", light=True),
+    "gateway": Allowed("autoscale routing replay fleet text proto kv.blocks", "msgspec", light=True),
     "gateway.http": Allowed("", "", light=True),
     "gateway.api": Allowed("proto", "msgspec", light=True),
     "gateway.prefix": Allowed("gateway.api fleet text proto kv.blocks", "msgspec xxhash", light=True),
@@ -90,14 +91,20 @@ TABLE = {
     ),
     "gateway.path": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"
-        " fleet proto kv.blocks",
+        " fleet proto kv.blocks replay.recorder",
         "msgspec",
         light=True,
     ),
+    "sim": Allowed(
+        "sched kv.blocks routing fleet gateway.admission gateway.config loadgen.prompts", "msgspec", light=True
+    ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
+    "up.placement": Allowed("up", "ray", light=True),
+    "observe": Allowed("", light=True),
     "cli": Allowed(
-        "worker gateway up engine train planner proto text checkpoint loadgen kv.mooncake kv.store kernels",
-        "aiohttp rich triton uvloop",
+        "worker gateway up observe engine train planner sim replay routing proto text checkpoint loadgen kv.mooncake kv.store"
+        " kernels",
+        "aiohttp msgspec rich triton uvloop",
     ),
 }
 

@@ -24,8 +24,9 @@ from stoker.base.flags import add_flags
 from stoker.base.fleet_key import FleetKey, is_loopback, read_fleet_secret
 from stoker.base.output import print_message
 from stoker.base.timeline import Timeline
+from stoker.cli.serve_node import serve_node
 from stoker.cli.serve_settings import SECTIONS, MembershipSettings, ServeSettings, for_network, serve_settings
-from stoker.cli.serving import Signals, drained, listen, progress_line
+from stoker.cli.serving import EXIT_INTERRUPTED, Signals, drained, listen, progress_line
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logs.EventLog("serve")
-_EXIT_INTERRUPTED = 130
 _FILES = 65_536  # each client connection is one; the engine process has its own, for peers and KV files
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 _LOADER_THREADS = 4  # more than one: a switch that was cancelled may leave a thread in its download
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = serve_settings(args)
     logs.set_up(settings.server.log_level)
-    return uvloop.run(_serve(args.model, settings))
+    serving = _serve if settings.engine.nodes.rank == 0 else serve_node
+    return uvloop.run(serving(args.model, settings))
 
 
 async def _serve(model: str | None, settings: ServeSettings) -> int:
@@ -94,7 +95,7 @@ async def _serve(model: str | None, settings: ServeSettings) -> int:
         if not worker.loader.is_busy:
             return code
     except asyncio.CancelledError:  # Ctrl-C while the first model is loaded
-        code = _EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
     finally:
         spawned.kill()
     os._exit(code)  # the threads of a download cannot be stopped, and a normal exit would wait for them
@@ -246,7 +247,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         with timeline.stage("server: engine"):
             await signals.first_of(start)
         if signals.count:
-            return _EXIT_INTERRUPTED
+            return EXIT_INTERRUPTED
         info = context.service.info
         if warning := small_kv_warning(settings.engine.kv, info.kv_tokens, info.max_model_tokens):
             print_message(warning, sys.stderr)

@@ -22,8 +22,7 @@ from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
-from stoker.fleet.fleet import Fleet, FleetSettings
-from stoker.fleet.load_book import LoadBook
+from stoker.fleet.fleet import Fleet
 from stoker.fleet.lost_blocks import LostBlocks
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
@@ -59,6 +58,7 @@ from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.stable_json import StableJson
 from stoker.gateway.process_supervisor import shared_listener
 from stoker.gateway.processes import GroupEndpoint, GroupMetrics, ProcessGroup
+from stoker.gateway.recording import RoutingClasses, routing_classes
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
@@ -79,7 +79,6 @@ from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.admin_api import GatewayStatus
 from stoker.proto.cors import CorsRules
 from stoker.proto.signed_http import RequestSigner
-from stoker.routing.router import PrefixIndexes, Router
 
 _CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
 _FIRST_POLLS_S = 3.0  # the longest that the first polls of the workers may delay the start
@@ -111,6 +110,8 @@ class GatewayServer:
     retention: Retention
     scaling: Scaling
     meter: Meter | NoMeter
+    metrics: GatewayMetrics
+    deciding: RoutingClasses
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
     tls: ssl.SSLContext | None
@@ -138,7 +139,7 @@ class GatewayServer:
         self.retention.start()
         self.scaling.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
-        self.objects.open(self.gateway.generate)
+        self.objects.open(self.gateway.generate, self.gateway.run_line)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
         if self.config.process_ports:
             await self.server.listen(
@@ -166,6 +167,7 @@ class GatewayServer:
         self.key_makers.close()
         await asyncio.to_thread(self.tracing.close)
         await asyncio.to_thread(self.request_log.close)
+        await asyncio.to_thread(self.deciding.close)
         await asyncio.to_thread(self.meter.close)
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
@@ -182,12 +184,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     signers = WorkerSigners(fleet_key)
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
-    fleet = Fleet(FleetSettings(health=config.health))
     losses = LostBlocks(clock)
-    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks, losses)
+    deciding = routing_classes(config, losses)
+    fleet, load_book, indexes, router = deciding.fleet, deciding.load_book, deciding.indexes, deciding.router
     doctor = CacheDoctor(losses, StableJson(config.proxy.volatile_line))
     misses = MissTotals(PriceList(config.price), config.meter.currency, time.time())
-    router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state, key_makers = (
         GatewayMetrics(),
         GatewayState(),
@@ -252,6 +253,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             meter=meter,
             request_log=request_log,
             metrics=metrics,
+            recorder=deciding.recorder,
             tracing=tracing,
             state=state,
             admin=GroupEndpoint(AdminEndpoint(admin_token, view, threads), group),
@@ -267,6 +269,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
                 upstreams,
                 keys,
                 admission,
+                flex,
                 meter,
                 partial(_ended, metrics, request_log),
                 config.proxy,
@@ -317,6 +320,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         retention=Retention(threads, config.meter.keep_days),
         scaling=scaling,
         meter=meter,
+        metrics=metrics,
+        deciding=deciding,
         request_log=request_log,
         tracing=tracing,
         tls=tls,

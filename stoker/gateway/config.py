@@ -393,6 +393,23 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordingSettings:
+    """A recording of all routing decisions and of what they rest on, for `stoker trace`. It has no text of any request."""
+
+    file: Path | None = setting(
+        None,
+        "New file that routing decisions are recorded to, from the start of the gateway. Process N of several adds `.N`.",
+        flag="--record",
+        metavar="FILE",
+        default_text="no recording",
+    )
+    max_mib: float = setting(1024.0, "Maximum size of the file. Then the recording stops.", unit="MiB", gt=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "recording")
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """OpenTelemetry traces."""
 
@@ -511,6 +528,7 @@ class GatewayConfig:
     batch: BatchSettings = field(default_factory=BatchSettings)
     autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
+    recording: RecordingSettings = field(default_factory=RecordingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()

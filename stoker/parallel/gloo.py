@@ -27,12 +27,20 @@ class GlooWorld:
     """The rendezvous of all ranks of an engine. Rank 0 listens; the others connect to it."""
 
     def __init__(
-        self, host: str, port: int, rank: int, num_ranks: int, timeout_s: float, listener: socket.socket | None = None
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        listener: socket.socket | None = None,
+        interface: str | None = None,
     ) -> None:
         """Rank 0 has the `listener` at this address; a server that opens its own would listen on all interfaces. A rank that
-        does not arrive within `timeout_s` is an error. All connections use the interface of `host`."""
+        does not arrive within `timeout_s` is an error. `interface` is this machine's address for connections between ranks; by
+        default it is `host`."""
         self.rank, self.num_ranks = rank, num_ranks
-        self._host, self._timeout = host, timedelta(seconds=timeout_s)
+        self._interface, self._timeout = interface or host, timedelta(seconds=timeout_s)
         # The store closes the file descriptor when it ends.
         listening = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
         self._store = dist.TCPStore(
@@ -45,14 +53,14 @@ class GlooWorld:
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GlooCollectives:
         """Return this rank's side of a group. All of its ranks must call this."""
-        return GlooCollectives(self.store(name), ranks.index(self.rank), len(ranks), self._host, self._timeout)
+        return GlooCollectives(self.store(name), ranks.index(self.rank), len(ranks), self._interface, self._timeout)
 
 
 class GlooCollectives:
-    def __init__(self, store: Any, rank: int, num_ranks: int, host: str, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int, interface: str, timeout: timedelta) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
         options._timeout = timeout
         self._group = dist.ProcessGroupGloo(store, rank, num_ranks, options)
         # A step may take minutes on a CPU. A rank that dies or hangs is noticed by its heartbeat (rank_watch.py), and its end

@@ -77,14 +77,7 @@ class _RankSizes:
 
 def plan_layouts(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context: int | None = None) -> LayoutPlan:
     """Plan all layouts of the model of a config.json. `context` is the length of the sequences to plan for."""
-    family = family_of(hf, name)
-    assert isinstance(family, DecoderFamily), f"{name}: only families of decoders can be planned"
-    if context is not None and context < 1:
-        raise ConfigError(f"--context {context}: give a number of tokens, at least 1")
-    context = min(context or 32_768, family.shape.max_positions)
-    longest = max(context, min(family.shape.max_positions, 131_072))
-    settings = EngineSettings(device="cuda", dtype="bfloat16", max_model_tokens=longest)
-    resolved = resolve_on(torch.device("cuda"), settings, family.shape)
+    family, settings, resolved, context = _resolved(hf, name, context)
     sizes = layer_bytes(family, resolved)
     layouts = [_planned(family, settings, resolved, layout, gpus, context, sizes) for layout in _candidates(gpus)]
     fitting = [i for i, one in enumerate(layouts) if one.fits]
@@ -97,6 +90,30 @@ def plan_layouts(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context: i
         "speeds are estimates from the GPU's bandwidth and arithmetic, not measurements",
     ]
     return LayoutPlan(name, str(gpus), context, layouts, picked, assumptions)
+
+
+def stages_of(
+    hf: Mapping[str, Any], name: str, gpus: GpuMachines, layout: RankLayout, context: int | None = None
+) -> list[StageWork]:
+    """Return what the first rank of each stage of a layout that fits reads and computes."""
+    family, settings, resolved, _ = _resolved(hf, name, context)
+    shards = shards_of(layout, *layer_bytes(family, resolved))
+    stages = [shards[stage * layout.tp] for stage in range(layout.pp)]
+    return [_sizes(family, settings, resolved, shard, layout, gpus.kind.memory_gib).work for shard in stages]
+
+
+def _resolved(
+    hf: Mapping[str, Any], name: str, context: int | None
+) -> tuple[DecoderFamily, EngineSettings, ResolvedSettings, int]:
+    """Return the model, its settings on a GPU, and the length of the sequences to plan for."""
+    family = family_of(hf, name)
+    assert isinstance(family, DecoderFamily), f"{name}: only families of decoders can be planned"
+    if context is not None and context < 1:
+        raise ConfigError(f"--context {context}: give a number of tokens, at least 1")
+    context = min(context or 32_768, family.shape.max_positions)
+    longest = max(context, min(family.shape.max_positions, 131_072))
+    settings = EngineSettings(device="cuda", dtype="bfloat16", max_model_tokens=longest)
+    return family, settings, resolve_on(torch.device("cuda"), settings, family.shape), context
 
 
 def _candidates(gpus: GpuMachines) -> Iterator[RankLayout]:

@@ -111,6 +111,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failed_loads: int = 0  # loads that returned fewer tokens than requested
     tiers: list[TierReport] = []
     drafts: list[DraftReport] = []
+    draft_step_s: float = 0.0  # time of decode-only steps with drafts, and the estimate without drafts for their tokens
+    undrafted_s: float = 0.0
 
 
 class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -196,6 +198,8 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now and drop what runs."""
+
+    is_final: bool = False  # the worker stops; otherwise it may start another engine
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -173,6 +173,7 @@ class World:
                     self.upstreams,
                     api_keys,
                     self.admission,
+                    self.flex,
                     self.rows,
                     self.metrics.ended,
                     proxy or PATIENT,

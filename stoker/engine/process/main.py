@@ -129,6 +129,8 @@ class EngineLoop:
             self._idle_tasks.interrupt()
             for message in messages:
                 if isinstance(message, Shutdown):
+                    if message.is_final:
+                        self._built.ranks.dismiss()
                     return
                 self._handle(message)
             chunks = self._engine.step()

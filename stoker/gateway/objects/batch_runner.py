@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -19,21 +19,16 @@ from msgspec import Raw
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
-from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.config import BatchSettings
-from stoker.gateway.http import Headers, InternalRequest, internal_head
+from stoker.gateway.http import Headers, HttpRequest, InternalRequest, internal_head
 from stoker.gateway.objects import batch_table as table
 from stoker.gateway.objects.batch_files import BatchFiles, line_id
-from stoker.gateway.objects.batch_table import BatchLine, StoredBatch
-from stoker.gateway.objects.response_runs import Generate
+from stoker.gateway.objects.batch_table import BatchLine, LineResult, StoredBatch
+from stoker.gateway.objects.line_usage import LineUsage, usage_of
 from stoker.gateway.store.store_threads import StoreThreads
-from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 
-ENDPOINTS = {
-    CHAT_PATH: EndpointKind.CHAT,
-    COMPLETIONS_PATH: EndpointKind.COMPLETIONS,
-    RESPONSES_PATH: EndpointKind.RESPONSES,
-}
+RunLine = Callable[[HttpRequest], Awaitable[None]]
+
 _MAX_BATCHES = 1000  # that a gateway looks at
 _GATHER_S = 0.02  # results of this time are written together
 _BUSY = frozenset({429, 503})  # the line waits
@@ -87,13 +82,13 @@ class BatchRunner:
         self._lease_s = lease_s
         self._unix_time = unix_time
         self._files = BatchFiles(store, settings, unix_time)
-        self._generate: Generate | None = None
+        self._run: RunLine | None = None
         self._worker: asyncio.Task[None] | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}  # on whole batches
         self._lines: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._running: set[str] = set()  # the batches whose lines may run
         self._requests: dict[tuple[str, int], InternalRequest] = {}
-        self._results: list[tuple[BatchLine, bool, bytes]] = []  # not written yet
+        self._results: list[LineResult] = []  # not written yet
         self._returned: list[tuple[str, int]] = []  # lines that ended without a result, to give back
         self._insisting: BatchLine | None = None  # the one line that is not preempted
         self._is_draining = False
@@ -104,8 +99,9 @@ class BatchRunner:
     def num_running(self) -> int:
         return len(self._lines)
 
-    def open(self, generate: Generate) -> None:
-        self._generate = generate
+    def open(self, run: RunLine) -> None:
+        """Begin to work. `run` answers the request of a line."""
+        self._run = run
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def close(self) -> None:
@@ -272,7 +268,7 @@ class BatchRunner:
         self._requests.pop(key, None)
         if self._insisting is not None and (self._insisting.batch_id, self._insisting.line) == key:
             self._insisting = None
-        if not any((line.batch_id, line.line) == key for line, _, _ in self._results):
+        if not any((result.line.batch_id, result.line.line) == key for result in self._results):
             self._returned.append(key)
         self._wake.set()
 
@@ -288,33 +284,38 @@ class BatchRunner:
             if sink.status in _BROKEN:
                 num_broken += 1
             if sink.status not in _BUSY and (sink.status not in _BROKEN or num_broken >= _MAX_ATTEMPTS):
-                self._results.append((line, sink.status == 200, _result(line, sink)))
+                self._results.append(_result(line, sink))
                 return
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
     async def _attempt(self, batch: StoredBatch, line: BatchLine, caller: Caller) -> tuple[LineSink, bool]:
         """Run a line once, in a task of its own, because a request that is preempted cancels its task."""
-        assert self._generate is not None
-        generate, sink = self._generate, LineSink()
+        assert self._run is not None
+        answer, sink = self._run, LineSink()
         head = internal_head(batch.endpoint.encode(), [(b"x-request-id", line_id(line.batch_id, line.line).encode())])
 
         async def run() -> bool:
             request = InternalRequest(head, line.request, caller, sink)
             request.on_preempt = None if self._insisting is line else request.lose
             self._requests[line.batch_id, line.line] = request
-            await generate(request, ENDPOINTS[batch.endpoint])
+            try:
+                await answer(request)
+            except asyncio.CancelledError:
+                if not request.gone:
+                    raise
             return request.gone
 
         return sink, await asyncio.create_task(run())
 
 
-def _result(line: BatchLine, sink: LineSink) -> bytes:
-    """Return the line of the output file."""
+def _result(line: BatchLine, sink: LineSink) -> LineResult:
     name = line_id(line.batch_id, line.line)
     try:
         body = Raw(msgspec.json.encode(msgspec.json.decode(sink.body)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         body = Raw(msgspec.json.encode(sink.body.decode("utf-8", "replace")))
     response = {"status_code": sink.status, "request_id": name, "body": body}
-    return msgspec.json.encode({"id": name, "custom_id": line.custom_id, "response": response, "error": None})
+    output = msgspec.json.encode({"id": name, "custom_id": line.custom_id, "response": response, "error": None})
+    succeeded = sink.status == 200
+    return LineResult(line, succeeded, output, usage_of(sink.body) if succeeded else LineUsage())

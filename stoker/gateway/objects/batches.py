@@ -18,7 +18,8 @@ from stoker.gateway.api.reply import Reply, json_reply, method_not_allowed
 from stoker.gateway.config import BatchSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects import batch_table as table
-from stoker.gateway.objects.batch_runner import ENDPOINTS, BatchRunner
+from stoker.gateway.objects.batch_file import ENDPOINTS
+from stoker.gateway.objects.batch_runner import BatchRunner
 from stoker.gateway.objects.batch_table import BATCH_TABLES, BatchDetails, StoredBatch
 from stoker.gateway.objects.file_table import get_file
 from stoker.gateway.objects.object_ids import is_object_id

@@ -21,7 +21,7 @@ from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, check_utf8, fields
 from stoker.gateway.api.reply import JSON, Reply, json_reply, method_not_allowed
 from stoker.gateway.config import ResponsesSettings
-from stoker.gateway.http import Headers, HttpRequest, InternalRequest
+from stoker.gateway.http import Headers, HttpRequest, InternalRequest, RequestHead, internal_head
 from stoker.gateway.objects import response_table as table
 from stoker.gateway.objects.object_ids import is_object_id
 from stoker.gateway.objects.pages import page_of, paged, small_number
@@ -148,7 +148,7 @@ class StoredResponses:
                 param="previous_response_id",
             )
         if state.background:
-            await self._begin_background(request, state, row, run)
+            await self._begin_background(request, state, row, _with_seed(run))
         elif wants_store:
             await self._run_foreground(request, row, run, turns, generate)
         else:
@@ -257,7 +257,7 @@ class StoredResponses:
                 f"This tenant has {running} background responses that have not ended, which is the limit; retry later."
             )
             raise Overloaded(message, retry_after_s=5.0, code="rate_limited")
-        self.runs.start(row, client.caller, client.head)
+        self.runs.start(row, client.caller, _renamed(client.head, row.id))
         if state.stream:
             await self._follow(client, row, -1)
         else:
@@ -371,6 +371,21 @@ def _connect(client: HttpRequest, request: InternalRequest) -> None:
 def _with_body(request: HttpRequest, body: bytes) -> HttpRequest:
     request.body = body
     return request
+
+
+def _with_seed(body: bytes) -> bytes:
+    """Return a body that always gives the same answer, so that another gateway can continue it."""
+    table = fields(body)
+    given = table.get("seed")
+    if given is None or bytes(given) == b"null":
+        table["seed"] = Raw(b"%d" % secrets.randbits(53))
+    return msgspec.json.encode(table)
+
+
+def _renamed(head: RequestHead, request_id: str) -> RequestHead:
+    """Return the head of a client's request with another request id: workers derive the ids of items from it."""
+    others = [pair for pair in head.headers if pair[0] != b"x-request-id"]
+    return internal_head(head.path, [*others, (b"x-request-id", request_id.encode())])
 
 
 def _not_stored(response: bytes) -> bytes:

@@ -15,6 +15,7 @@ from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import BatchSettings, ResponsesSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects import batch_table, file_table, response_table
+from stoker.gateway.objects.batch_runner import RunLine
 from stoker.gateway.objects.batches import PATH as BATCHES_PATH
 from stoker.gateway.objects.batches import BatchesEndpoint
 from stoker.gateway.objects.files import PATH as FILES_PATH
@@ -34,7 +35,7 @@ log = EventLog("objects")
 class NoObjects:
     """A gateway without a store: the Responses API has no state, and nothing can be kept."""
 
-    def open(self, generate: Generate) -> None: ...
+    def open(self, generate: Generate, run_line: RunLine) -> None: ...
 
     def begin_drain(self) -> None: ...
 
@@ -74,10 +75,10 @@ class TenantObjects:
         )
         self._expiry: asyncio.Task[None] | None = None
 
-    def open(self, generate: Generate) -> None:
-        """Begin to run what runs in the background, with `generate`."""
+    def open(self, generate: Generate, run_line: RunLine) -> None:
+        """Begin to run what runs in the background: responses with `generate`, lines of batches with `run_line`."""
         self.responses.runs.open(generate)
-        self.batches.runner.open(generate)
+        self.batches.runner.open(run_line)
         self._expiry = asyncio.get_running_loop().create_task(self._expire_often())
 
     def begin_drain(self) -> None:

@@ -41,11 +41,13 @@ from stoker.gateway.path.call import Call, RequestIds, body_changes, given_reque
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, rename
 from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
@@ -56,6 +58,7 @@ from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
+from stoker.replay.recorder import NoRecorder, Recorder
 from stoker.routing.query import RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
@@ -119,6 +122,7 @@ class GatewayParts:
     meter: UsageLedger
     request_log: UsageRecorder
     metrics: GatewayMetrics
+    recorder: Recorder | NoRecorder
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
@@ -126,7 +130,7 @@ class GatewayParts:
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
-    embeddings: Endpoint
+    embeddings: EmbeddingsEndpoint
     doctor: CacheDoctor
     misses: MissRecorder
     objects: StoredObjects
@@ -204,6 +208,11 @@ class Gateway:
             parts.state.ended()
             self._record(exchange)
 
+    async def run_line(self, request: HttpRequest) -> None:
+        """Answer the request of a batch's line. It is not stored, whatever its path."""
+        kind = _GENERATING.get(request.path)
+        await (self._reply(request) if kind is None else self.generate(request, kind))
+
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = request.caller  # FrontGate has authenticated it
@@ -229,6 +238,10 @@ class Gateway:
             seed, tenant = random.getrandbits(53), caller.tenant
             call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, tenant)
             exchange.call = call
+            if (begun := request.begun) is not None:
+                call.memory = TokenMemory(begun.notes, num_events=begun.num_events)
+                call.num_billed_tokens = begun.num_tokens
+                call.status = 200 if request.started else 0
             entering = trace.begin("admission")
             if envelope.is_flex:
                 await self._run_flex(exchange, call, admitted, entering)
@@ -248,7 +261,7 @@ class Gateway:
             finally:
                 parts.flex.interactive_ended(lane)
         except Exception as error:
-            if exchange.call is not None and not request.started:
+            if exchange.call is not None and not exchange.call.has_added:
                 exchange.call.running.update(0, 0, 0)  # the client got nothing, so nothing is billed
                 exchange.call.usage = UsageCounts()
                 keeps_charge = has_used_worker(error)
@@ -266,10 +279,10 @@ class Gateway:
         """Run a request that uses only idle capacity, at the lowest priority of its key."""
         parts, priority = self._parts, admitted.caller.lowest_priority
         call.put["priority"] = b"%d" % priority
-        slot = await parts.flex.enter(exchange.model, exchange.request.on_preempt)
+        uncached_tokens, on_preempt = partial(self._uncached_tokens, call.query), exchange.request.on_preempt
+        slot = await parts.admission.enter_idle(admitted, uncached_tokens, parts.flex, on_preempt, lane=exchange.model)
         try:
             entering.end()
-            parts.admission.enter_beside(admitted, self._uncached_tokens(call.query), lane=exchange.model)
             self._begin_usage(exchange, call, admitted)
             await parts.proxy.run(call)
         finally:
@@ -300,6 +313,8 @@ class Gateway:
     def _settled_usage(self, call: Call) -> UsageCounts | None:
         """Replace the usage that the workers reported by the one to bill. Return None if nothing was reported or sent."""
         call.usage, wrong = billed_usage(call, self._parts.hidden_tokens)
+        if call.usage is not None and call.num_billed_tokens:
+            call.usage.completion_tokens = max(0, call.usage.completion_tokens - call.num_billed_tokens)
         if wrong is not None:
             worker = call.worker_id or ""
             if not self._parts.metrics.wrong_usage[worker]:
@@ -327,6 +342,9 @@ class Gateway:
         exchange.trace.end(row.status, row.error)
         parts.metrics.ended(row)
         parts.request_log.record(row)
+        if exchange.call is not None and row.ttft_ms is not None:
+            counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+            parts.recorder.answered(exchange.call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
 

@@ -51,6 +51,7 @@ class Call(msgspec.Struct, eq=False):
     on_first_byte: Callable[[], None] = lambda: None
 
     memory: TokenMemory = msgspec.field(default_factory=TokenMemory)
+    num_billed_tokens: int = 0  # of the answer, that another gateway has generated and billed
     running: RunningUsage = NOT_ADMITTED  # what the client was sent so far
     usage: UsageCounts | None = None  # as the workers reported it; `billed_usage` bounds it
     sent_pieces: int = 0  # of text in a foreign worker's stream
@@ -70,6 +71,11 @@ class Call(msgspec.Struct, eq=False):
     explained: bytes | None = None  # value of the `x-stoker-route` header
     route: Route | None = None  # the latest one whose worker computes the prompt
     cuts: tuple[Cut, ...] | None = None  # why uncached tokens were computed; set once, at the end
+
+    @property
+    def has_added(self) -> bool:
+        """Return True if the client was sent something by this gateway."""
+        return self.request.started and (not self.num_billed_tokens or self.memory.num_tokens > self.num_billed_tokens)
 
     @property
     def streams(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
@@ -76,7 +77,7 @@ class Proxy:
         retries: RetryState | None = None  # created by the first failure
         try:
             while True:
-                route = self._choose(call.query, call) if retries is None else await retries.next_route()
+                route = self._choose(self._first(call), call) if retries is None else await retries.next_route()
                 try:
                     await self._run(call, route)
                     if retries is not None:
@@ -99,6 +100,12 @@ class Proxy:
             if retries is not None:
                 self._remember_crashes(call, retries, trial)
             raise
+
+    def _first(self, call: Call) -> RouteQuery:
+        """Return the query of the first attempt. Only some workers can continue a stream that another gateway began."""
+        if not call.request.started:
+            return call.query
+        return replace(call.query, needs_dialect=self._resumable, matches=None)
 
     def _completed(self, call: Call, retries: RetryState) -> None:
         retries.completed()
