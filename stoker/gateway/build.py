@@ -15,15 +15,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 import stoker
 from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors
 from stoker.fleet.fleet import Fleet
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.lost_blocks import LostBlocks
+from stoker.fleet.other_load import NO_OTHERS, OtherLoad
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
@@ -37,7 +40,7 @@ from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.duties import Duties
-from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges
+from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges, add_task_counters
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
@@ -184,6 +187,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     signers = WorkerSigners(fleet_key)
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
+    _say_free_budgets(config)
     losses = LostBlocks(clock)
     deciding = routing_classes(config, losses)
     fleet, load_book, indexes, router = deciding.fleet, deciding.load_book, deciding.indexes, deciding.router
@@ -198,6 +202,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
     moves = Moves(fleet, upstreams, clock, resuming_dialects())
     duties = Duties(fleet, moves, clock)
+    other_work = OtherWork(load_book, name)
     watchers = Watchers(
         fleet,
         indexes,
@@ -209,25 +214,26 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         on_lost=upstreams.cut,
         on_moving=duties.saw_moving,
         on_role=duties.saw_role,
-        other_work=OtherWork(load_book, name),
+        other_work=other_work,
     )
     hints = HandoffHints(watchers.info)
     services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, doctor, moves, hints, name)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
     )
-    membership = Membership(fleet, load_book, watchers, upstreams, moves, clock)
+    errors = TaskErrors()
+    membership = Membership(fleet, load_book, watchers, upstreams, moves, clock, errors=errors)
     location = config.store_location
     store = None if location is None else location.open()
     prices = PriceList(config.price)
     meter = _meter(config, location, store, prices, keys)
     threads = None if store is None else StoreThreads(store)
-    key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads)
-    leases = NoLeases() if threads is None else LimitLeases(threads, meter.identity, clock)
+    key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads, errors)
+    leases = NoLeases() if threads is None else LimitLeases(threads, meter.identity, clock, errors=errors)
     request_log = RequestLog() if config.log_requests else NoRequestLog()
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
-    flex = _flex(config, fleet, clock)
+    flex = _flex(config, fleet, other_work, clock)
     scaling = _scaling(config, fleet, load_book, admission, metrics, duties, clock)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(
@@ -239,7 +245,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
     )
     aliases = ModelAliases({one.name: one.model for one in config.alias})
-    objects = _objects(config, threads, keys, name, partial(requested_model, fleet=fleet, aliases=aliases))
+    model_of = partial(requested_model, fleet=fleet, aliases=aliases)
+    objects = _objects(config, threads, keys, name, model_of, errors)
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -300,6 +307,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
     add_flex_gauges(metrics, flex)
+    add_task_counters(metrics, errors)
     if store is not None:
         add_store_gauges(metrics, store)
     return GatewayServer(
@@ -317,7 +325,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         objects=objects,
         key_watch=key_watch,
         leases=leases,
-        retention=Retention(threads, config.meter.keep_days),
+        retention=Retention(threads, config.meter.keep_days, errors=errors),
         scaling=scaling,
         meter=meter,
         metrics=metrics,
@@ -326,6 +334,13 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         tracing=tracing,
         tls=tls,
     )
+
+
+def _say_free_budgets(config: GatewayConfig) -> None:
+    limited = [key.name for key in config.key if key.budget is not None or key.session_budget is not None]
+    if limited and not config.price:
+        hint = "budgets are charged by prices: add [[price]] tables"
+        log.warning("budget_without_price", keys=limited[:16], hint=hint)
 
 
 def _ended(metrics: GatewayMetrics, request_log: RequestLog | NoRequestLog, row: UsageRow) -> None:
@@ -354,15 +369,22 @@ def _scaling(
     return Scaling(settings, FleetSampler(fleet, load_book, admission, metrics.ttft_s), duties, board, board, clock)
 
 
-def _flex(config: GatewayConfig, fleet: Fleet, clock: Callable[[], float]) -> FlexGate:
+def _flex(config: GatewayConfig, fleet: Fleet, other_work: OtherWork, clock: Callable[[], float]) -> FlexGate:
     capacities = Capacities(fleet, config.admission)
 
     def num_workers(lane: str) -> int:
         return len(fleet.models().get(lane, ()))
 
-    return FlexGate(
-        config.flex, lane=lambda model: capacities.lane(model, clock()), num_workers=num_workers, clock=clock
-    )
+    def others(lane: str) -> OtherLoad:
+        members = fleet.models().get(lane, ())
+        return reduce(OtherLoad.plus, (other_work.load(member.worker_id) for member in members), NO_OTHERS)
+
+    def lane_of(model: str) -> str | None:
+        return capacities.lane(model, clock())
+
+    flex = FlexGate(config.flex, lane=lane_of, num_workers=num_workers, clock=clock, others=others)
+    other_work.on_interactive = flex.other_began
+    return flex
 
 
 def _objects(
@@ -371,12 +393,20 @@ def _objects(
     keys: ApiKeys,
     name: str,
     model_of: Callable[[str | None], str],
+    errors: TaskErrors,
 ) -> TenantObjects | NoObjects:
     if threads is None:
         return NoObjects()
     max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
     return TenantObjects(
-        threads, keys, config.responses, config.batch, name=name, max_body_bytes=max_body_bytes, model_of=model_of
+        threads,
+        keys,
+        config.responses,
+        config.batch,
+        name=name,
+        max_body_bytes=max_body_bytes,
+        model_of=model_of,
+        errors=errors,
     )
 
 

@@ -122,9 +122,9 @@ class RecordedFleet(Fleet):
         with self._recorder.call("drain", now, worker_id, on):
             super().drain(worker_id, now, on)
 
-    def set_role(self, worker_id: WorkerId, role: Role) -> None:
-        with self._recorder.call("role", worker_id, role):
-            super().set_role(worker_id, role)
+    def set_role(self, worker_id: WorkerId, role: Role, now: float) -> None:
+        with self._recorder.call("role", now, worker_id, role):
+            super().set_role(worker_id, role, now)
 
     def expire(self, now: float, silent_s: float) -> list[WorkerId]:
         lost = [m.worker_id for m in self.members() if not m.spec.from_config and now - m.seen_at > silent_s]

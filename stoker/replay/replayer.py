@@ -207,8 +207,8 @@ class Replayer:
     def _on_drain(self, now: float, worker_id: str, on: bool) -> None:
         self._fleet.drain(WorkerId(worker_id), now, on)
 
-    def _on_role(self, worker_id: str, role: str) -> None:
-        self._fleet.set_role(WorkerId(worker_id), Role(role))
+    def _on_role(self, now: float, worker_id: str, role: str) -> None:
+        self._fleet.set_role(WorkerId(worker_id), Role(role), now)
 
     def _on_expire(self, now: float, silent_s: float) -> None:
         self._fleet.expire(now, silent_s)

@@ -13,7 +13,14 @@ from stoker.cli.main import main
 from stoker.fleet.fleet import FleetSettings
 from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 from stoker.replay.mooncake_export import mooncake_lines
-from stoker.replay.recorder import RecordedFleet, RecordedIndexes, RecordedLoadBook, RecordedRouter, Recorder
+from stoker.replay.recorder import (
+    RecordedFleet,
+    RecordedIndex,
+    RecordedIndexes,
+    RecordedLoadBook,
+    RecordedRouter,
+    Recorder,
+)
 from stoker.replay.recording_file import RecordingWriter, read_recording
 from stoker.replay.replayer import Replayer
 from stoker.routing.query import RouteQuery
@@ -69,7 +76,7 @@ def record(sink: Any, seed: int, policy: str, num_events: int = 400) -> None:
         elif what == 6:
             indexes["m"].share(name, {"CPU": "store"})
         elif what == 7:
-            fleet.set_role(name, rng.choice(list(Role)))
+            fleet.set_role(name, rng.choice(list(Role)), now)
         else:
             book.reserve(name, prefill_tokens=9, context_tokens=9, output_tokens=9, now=now)
 
@@ -138,6 +145,30 @@ def test_every_decision_is_made_again(seed: int, policy: str) -> None:
     assert replayer.summary.num_decisions > 50
     assert replayer.summary.first_different == ""
     assert replayer.summary.num_different == 0
+
+
+READERS = {
+    *(
+        "candidates",
+        "in_service",
+        "member",
+        "members",
+        "models",
+        "prefill_rate",
+        "step_s",
+        "usable_in_s",
+    ),  # of the fleet
+    *("changes_by_reading", "totals"),  # of the load book
+    *("branches", "evicting", "match", "num_confirmed"),  # of an index
+}
+ONLY_THE_ROUTER_CALLS = {"begin_request", "routed"}
+
+
+@pytest.mark.parametrize("recorded", [RecordedFleet, RecordedLoadBook, RecordedIndex], ids=lambda one: one.__name__)
+def test_every_method_that_changes_something_is_recorded(recorded: type) -> None:
+    (plain,) = recorded.__bases__
+    public = {name for name in vars(plain) if not name.startswith("_")}
+    assert public - set(vars(recorded)) - READERS - ONLY_THE_ROUTER_CALLS == set()
 
 
 def test_a_missing_event_is_noticed() -> None:

@@ -25,7 +25,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
-from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
@@ -50,6 +50,7 @@ from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
+from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
@@ -65,6 +66,7 @@ _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
 _RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
+_PROBES = frozenset({b"/health", b"/ready"})
 _READING = frozenset({b"GET", b"HEAD"})
 _YES = frozenset({b"1", b"true", b"yes"})
 
@@ -107,6 +109,9 @@ class StoredObjects(Protocol):
 
     async def answer(self, request: HttpRequest) -> Reply | None: ...
 
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
@@ -129,7 +134,7 @@ class GatewayParts:
     metrics_page: Endpoint
     usage: Endpoint
     registration: Endpoint
-    tokenize: Endpoint
+    tokenize: TokenizeEndpoint
     embeddings: EmbeddingsEndpoint
     doctor: CacheDoctor
     misses: MissRecorder
@@ -375,10 +380,10 @@ class Gateway:
         path, parts = request.path, self._parts
         if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
             return preflight
-        if path == b"/health":
-            return self._health()
-        if path == b"/ready":
-            return self._ready()
+        if path in _PROBES:
+            if request.method == b"TRACE":
+                return method_not_allowed(path, request.method, [b"GET"])
+            return self._health() if path == b"/health" else self._ready()
         if path == b"/metrics":
             return await parts.metrics_page.answer(request)
         if path.startswith(b"/admin/"):
@@ -388,7 +393,7 @@ class Gateway:
         if path == _REGISTER:
             return await parts.registration.answer(request)
         if path in TOKENIZE_PATHS:
-            return await parts.tokenize.answer(request)
+            return await parts.tokenize.answer(request, parts.objects.counted_body)
         if path in EMBEDDINGS_PATHS:
             return await parts.embeddings.answer(request)
         if path.startswith(OBJECT_PREFIXES):
