@@ -49,6 +49,7 @@ from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.replay.recorder import NoRecorder
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
@@ -182,6 +183,7 @@ class World:
                 ),
                 doctor=doctor,
                 misses=self.misses,
+                recorder=NoRecorder(),
                 objects=NoObjects(),
                 hidden_tokens=1000,
                 max_model_tokens=self.max_model_tokens.get,
