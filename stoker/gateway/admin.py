@@ -37,12 +37,14 @@ from stoker.proto.admin_api import (
     ADMIN_FLEET_PATH,
     ADMIN_MISSES_PATH,
     ADMIN_ROLE_PATH,
+    ADMIN_SCALE_PATH,
     ADMIN_STATUS_PATH,
     ADMIN_UNDRAIN_PATH,
     GatewayStatus,
     MissList,
     ReportedLoad,
     ReservedLoad,
+    ScaleWishes,
     WorkerList,
     WorkerStatus,
 )
@@ -65,6 +67,7 @@ class AdminView:
     admission: Admission
     workers: MembershipChanges
     duties: Duties
+    wishes: Callable[[], ScaleWishes]
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
     misses: Callable[[str | None], MissList]
@@ -87,6 +90,7 @@ class AdminEndpoint:
             (b"GET", b"/admin/ledger"): self._ledger,
             (b"GET", b"/admin/queues"): self._queues,
             (b"GET", ADMIN_MISSES_PATH.encode()): self._misses,
+            (b"GET", ADMIN_SCALE_PATH.encode()): self._scale,
             (b"GET", _AUDIT_PATH): self._no_audit,
             (b"POST", ADMIN_DRAIN_PATH.encode()): self._drain,
             (b"POST", ADMIN_UNDRAIN_PATH.encode()): self._undrain,
@@ -159,6 +163,9 @@ class AdminEndpoint:
 
     def _misses(self, request: EndpointRequest, query: dict[str, str]) -> MissList:
         return self._view.misses(query.get("key"))
+
+    def _scale(self, request: EndpointRequest, query: dict[str, str]) -> ScaleWishes:
+        return self._view.wishes()
 
     # ---- changing
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
@@ -392,6 +393,23 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordingSettings:
+    """A recording of all routing decisions and of what they rest on, for `stoker trace`. It has no text of any request."""
+
+    file: Path | None = setting(
+        None,
+        "New file that routing decisions are recorded to, from the start of the gateway. Process N of several adds `.N`.",
+        flag="--record",
+        metavar="FILE",
+        default_text="no recording",
+    )
+    max_mib: float = setting(1024.0, "Maximum size of the file. Then the recording stops.", unit="MiB", gt=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "recording")
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """OpenTelemetry traces."""
 
@@ -409,17 +427,6 @@ class TracingSettings:
 
     def __post_init__(self) -> None:
         check_settings(self, "tracing")
-
-
-@dataclass(frozen=True, slots=True)
-class GoalSettings:
-    """Latency goals. A request that meets both counts in the goodput on the dashboard."""
-
-    ttft_ms: float = setting(2000.0, "Goal for the time to the first token.", unit="ms", gt=0)
-    itl_ms: float = setting(100.0, "Goal for the mean time between tokens of a request.", unit="ms", gt=0)
-
-    def __post_init__(self) -> None:
-        check_settings(self, "goals")
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,8 +526,9 @@ class GatewayConfig:
     responses: ResponsesSettings = field(default_factory=ResponsesSettings)
     flex: FlexSettings = field(default_factory=FlexSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
+    autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
-    goals: GoalSettings = field(default_factory=GoalSettings)
+    recording: RecordingSettings = field(default_factory=RecordingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()

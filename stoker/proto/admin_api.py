@@ -15,6 +15,7 @@ ADMIN_NOW_PATH = "/admin/now"
 ADMIN_DRAIN_PATH = "/admin/drain"
 ADMIN_UNDRAIN_PATH = "/admin/undrain"
 ADMIN_ROLE_PATH = "/admin/role"
+ADMIN_SCALE_PATH = "/admin/scale"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +92,31 @@ class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerStatus]
 
 
+class StartWish(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that the autoscaler wants. A placement engine starts one for each number, once."""
+
+    number: int
+    role: str
+
+
+class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision of the autoscaler. In a dry run it was not carried out."""
+
+    age_s: float
+    action: str
+    reason: str
+    numbers: dict[str, float] = {}
+
+
+class ScaleWishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the autoscaler wants from a placement engine, and its latest decisions, the latest first."""
+
+    mode: str  # off, dry_run or on
+    starts: list[StartWish] = []
+    stops: list[str] = []  # workers that are drained and may end
+    decisions: list[ScaleDecision] = []
+
+
 class MissReason(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt tokens of one key that were computed for one reason. Costs are decimal numbers."""
 
@@ -145,4 +171,5 @@ decode_series = msgspec.json.Decoder(SeriesAnswer).decode
 decode_now = msgspec.json.Decoder(NowAnswer).decode
 decode_gateway_status = msgspec.json.Decoder(GatewayStatus).decode
 decode_worker_list = msgspec.json.Decoder(WorkerList).decode
+decode_scale_wishes = msgspec.json.Decoder(ScaleWishes).decode
 decode_miss_list = msgspec.json.Decoder(MissList).decode

@@ -201,6 +201,8 @@ class Router:
             cached = min(match.blocks * query.block_tokens, query.num_tokens - 1)
             way.host_tokens = match.host_blocks * query.block_tokens
             way.disk_tokens = match.disk_blocks * query.block_tokens
+        if query.brings_kv:  # it is pulled, not computed
+            cached = query.num_tokens - 1
         way.cached_tokens = cached
         way.compute_tokens = query.num_tokens - cached
         way.output_tokens = output_tokens

@@ -25,7 +25,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
-from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
@@ -53,6 +53,7 @@ from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
+from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
@@ -61,12 +62,14 @@ from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
+from stoker.replay.recorder import NoRecorder, Recorder
 from stoker.routing.query import Route, RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
 _RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
+_PROBES = frozenset({b"/health", b"/ready"})
 _READING = frozenset({b"GET", b"HEAD"})
 _YES = frozenset({b"1", b"true", b"yes"})
 
@@ -123,6 +126,9 @@ class StoredObjects(Protocol):
 
     async def answer(self, request: HttpRequest) -> Reply | None: ...
 
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
@@ -138,13 +144,14 @@ class GatewayParts:
     meter: UsageLedger
     request_log: UsageRecorder
     metrics: GatewayMetrics
+    recorder: Recorder | NoRecorder
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
     metrics_page: Endpoint
     usage: Endpoint
     registration: Endpoint
-    tokenize: Endpoint
+    tokenize: TokenizeEndpoint
     embeddings: EmbeddingsEndpoint
     doctor: CacheDoctor
     misses: MissRecorder
@@ -361,6 +368,9 @@ class Gateway:
         exchange.trace.end(row.status, row.error)
         parts.metrics.ended(row)
         parts.request_log.record(row)
+        if exchange.call is not None and row.ttft_ms is not None:
+            counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+            parts.recorder.answered(exchange.call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
         call = exchange.call
@@ -397,10 +407,10 @@ class Gateway:
         path, parts = request.path, self._parts
         if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
             return preflight
-        if path == b"/health":
-            return self._health()
-        if path == b"/ready":
-            return self._ready()
+        if path in _PROBES:
+            if request.method == b"TRACE":
+                return method_not_allowed(path, request.method, [b"GET"])
+            return self._health() if path == b"/health" else self._ready()
         if path == b"/metrics":
             return await parts.metrics_page.answer(request)
         if path in INSIGHT_PATHS:
@@ -416,7 +426,7 @@ class Gateway:
         if path == _REGISTER:
             return await parts.registration.answer(request)
         if path in TOKENIZE_PATHS:
-            return await parts.tokenize.answer(request)
+            return await parts.tokenize.answer(request, parts.objects.counted_body)
         if path in EMBEDDINGS_PATHS:
             return await parts.embeddings.answer(request)
         if path.startswith(OBJECT_PREFIXES):

@@ -195,7 +195,8 @@ class Legs:
     def work_header(self, leg: Leg) -> bytes:
         """Return the header that tells a Stoker worker what it will tell the other gateways."""
         work = leg.reservation
-        value = work_header(self._services.gateway, work.prefill_tokens, work.output_tokens)
+        is_flex = self.call.envelope.is_flex
+        value = work_header(self._services.gateway, work.prefill_tokens, work.output_tokens, is_flex=is_flex)
         return b"%s: %s\r\n" % (WORK_HEADER.encode(), value.encode())
 
     async def send_shielded(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
