@@ -357,7 +357,7 @@ class Gateway:
         if index is None or not query.keys:
             return query.num_tokens
         query.matches = index.match(query.keys)
-        held = max([match.blocks for match in query.matches.values()], default=0)
+        held = query.matches.most_blocks
         return max(1, query.num_tokens - held * query.block_tokens)
 
     def _record(self, exchange: Exchange) -> None:
