@@ -31,8 +31,8 @@ for these metrics, made by `stoker metrics --grafana` and `stoker metrics --aler
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--grafana", action="store_true", help="print a Grafana dashboard (JSON)")
-    output.add_argument("--alerts", action="store_true", help="print alerting rules for Prometheus (YAML)")
+    output.add_argument("--grafana", action="store_true", help="Print a Grafana dashboard (JSON).")
+    output.add_argument("--alerts", action="store_true", help="Print alerting rules for Prometheus (YAML).")
 
 
 def run(args: argparse.Namespace) -> int:

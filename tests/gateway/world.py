@@ -54,6 +54,7 @@ from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
 from stoker.gateway.ui.static_pages import StaticPages
+from stoker.replay.recorder import NoRecorder
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
@@ -189,6 +190,7 @@ class World:
                 ),
                 doctor=doctor,
                 misses=self.misses,
+                recorder=NoRecorder(),
                 objects=NoObjects(),
                 insight=self.insight,
                 insight_pages=Nothing(),
