@@ -445,17 +445,6 @@ class TracingSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class GoalSettings:
-    """Latency goals. A request that meets both counts in the goodput on the dashboard."""
-
-    ttft_ms: float = setting(2000.0, "Goal for the time to the first token.", unit="ms", gt=0)
-    itl_ms: float = setting(100.0, "Goal for the mean time between tokens of a request.", unit="ms", gt=0)
-
-    def __post_init__(self) -> None:
-        check_settings(self, "goals")
-
-
-@dataclass(frozen=True, slots=True)
 class PriceSettings:
     """The price of a model, for a million tokens."""
 
@@ -556,7 +545,6 @@ class GatewayConfig:
     tracing: TracingSettings = field(default_factory=TracingSettings)
     recording: RecordingSettings = field(default_factory=RecordingSettings)
     twin: TwinSettings = field(default_factory=TwinSettings)
-    goals: GoalSettings = field(default_factory=GoalSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()

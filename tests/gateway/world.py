@@ -27,12 +27,13 @@ from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
-from stoker.gateway.config import AdmissionSettings, FlexSettings, GoalSettings, KeySettings, ProxySettings
+from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, ProxySettings
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
 from stoker.gateway.insight.insight_book import InsightBook
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.dialects.dialect import resuming_dialects
@@ -146,7 +147,7 @@ class World:
             hints or HandoffHints(),
         )
         gauges = partial(read_fleet_gauges, self.fleet, self.ledger, clock, lambda: 0, lambda: 0)
-        self.insight = InsightBook(self.metrics, PriceList(), GoalSettings(), gauges)
+        self.insight = InsightBook(self.metrics, PriceList(), LatencyGoals(), gauges)
         self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
