@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from stoker.base.errors import ConfigError
 from stoker.base.output import print_result
 from stoker.base.paths import expand_home
+from stoker.cli import plan_fleet
 
 if TYPE_CHECKING:
     from stoker.planner.layouts import LayoutPlan, PlannedLayout
@@ -20,13 +21,15 @@ NAME = "plan"
 HELP = "show how a model can be split over GPUs, and what fits"
 DESCRIPTION = """Show every layout of a model on some GPUs: what weights and working memory take, how many tokens of KV are left,
 and an estimate of the speed. Memory is computed as a worker computes it at its start. Only config.json is read, and no GPU is
-needed. The layout marked with * is proposed."""
+needed. The layout marked with * is proposed. With --trace, find the cheapest fleet that keeps a latency goal for a trace, by
+simulating fleets of calibrated workers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODEL",
         help="A folder with config.json, a config.json file, or a name on the Hugging Face hub.",
     )
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--offline", action="store_true", help="Download nothing.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
+    plan_fleet.add_trace_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
     from stoker.planner.gpus import parse_gpus
     from stoker.planner.layouts import plan_layouts
 
+    if args.trace is not None:
+        return plan_fleet.plan_for_trace(args)
+    if args.model is None:
+        raise ConfigError("give a MODEL to plan for, or a --trace to find a fleet for")
     if args.gpus is None:
         raise ConfigError("give the GPUs to plan for, for example --gpus 8xH100")
     gpus = parse_gpus(args.gpus)
