@@ -170,7 +170,27 @@ def _make_kv(
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step, on every rank."""
     layout = kv_layout(family, resolved, place.shard)
-    working = WorkingMemory.plan(
+    partial_bytes = 0
+    if resolved.exact and resolved.device.type == "cuda":
+        partial_bytes = _partial_bytes(family, resolved, layout, draft)
+    working = working_memory(family, resolved, place.shard, model, draft, partial_bytes)
+    group = None if draft is None else draft.kv_group
+    if group is not None and layout.sets[0].reach.is_bounded:
+        raise ConfigError("a draft model needs a model with layers that see all tokens; use --drafter without model:")
+    blocks = [place.agree_on(count) for count in blocks_per_set(settings, resolved, layout, working, group)]
+    return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
+
+
+def working_memory(
+    family: ModelFamily,
+    resolved: ResolvedSettings,
+    shard: Shard,
+    model: Model,
+    draft: LoadedDraft | None = None,
+    partial_bytes: int = 0,
+) -> WorkingMemory:
+    """Return the plan of a rank's memory besides weights and KV. `partial_bytes`: what numerics=exact adds."""
+    return WorkingMemory.plan(
         resolved.step_tokens,
         resolved.captured_tokens,
         resolved.max_rows,
@@ -178,14 +198,10 @@ def _make_kv(
         resolved.dtype.itemsize,
         model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token),
         resolved.keeps_spare,
-        _partial_bytes(family, resolved, layout, draft) if resolved.exact and resolved.device.type == "cuda" else 0,
+        partial_bytes,
         0 if draft is None else draft.logits_bytes(resolved.max_rows),
+        shard.has_ends,
     )
-    group = None if draft is None else draft.kv_group
-    if group is not None and layout.sets[0].reach.is_bounded:
-        raise ConfigError("a draft model needs a model with layers that see all tokens; use --drafter without model:")
-    blocks = [place.agree_on(count) for count in blocks_per_set(settings, resolved, layout, working, group)]
-    return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
 
 
 def max_context(resolved: ResolvedSettings, kv: DeviceKv) -> int:

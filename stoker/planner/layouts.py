@@ -13,11 +13,11 @@ import torch
 
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError, StokerError
-from stoker.engine.gpu_memory import CONTEXT_BYTES, WorkingMemory
+from stoker.engine.gpu_memory import CONTEXT_BYTES
 from stoker.engine.kernel_plan import build_model
 from stoker.engine.kv_memory import divide_memory
 from stoker.engine.memory import ResolvedSettings, resolve_on
-from stoker.engine.part import kv_layout
+from stoker.engine.part import kv_layout, working_memory
 from stoker.engine.ranks.place import layer_bytes
 from stoker.layers.moe import MoeConfig
 from stoker.models.decoder_family import DecoderFamily
@@ -171,15 +171,11 @@ def _sizes(
     tables = sum(buffer.nbytes for buffer in model.buffers())
     with torch.no_grad():
         model.pack()
-    working = WorkingMemory.plan(
-        resolved.step_tokens,
-        resolved.captured_tokens,
-        resolved.max_rows,
-        family.shape.vocab_size,
-        resolved.dtype.itemsize,
-        model.bytes_per_token,
+    taken = (
+        working_memory(part, resolved, shard, model).total_bytes
+        + CONTEXT_BYTES
+        + (_COMMUNICATION_BYTES if layout.num_ranks > 1 else 0)
     )
-    taken = working.total_bytes + CONTEXT_BYTES + (_COMMUNICATION_BYTES if layout.num_ranks > 1 else 0)
     budget = int(memory_gib * _GIB) - total - tables - taken
     kv = kv_layout(part, resolved, shard)
     block_bytes = [one.layout.block_bytes for one in kv.sets]
