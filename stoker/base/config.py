@@ -238,6 +238,16 @@ class RankSettings:
         le=64,
     )
 
+    cp: int = setting(
+        1,
+        "Context split, for models with latent attention (MLA): this many of the --tp ranks hold a part of each KV block each, "
+        "so that the KV cache holds as many times the tokens. Other models split their KV by heads.",
+        flag="--cp",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+
     def __post_init__(self) -> None:
         check_settings(self, "ranks")
 

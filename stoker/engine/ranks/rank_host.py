@@ -57,4 +57,4 @@ def check_ranks(settings: EngineSettings, resolved: ResolvedSettings) -> None:
         "--drafter with a draft model": resolved.drafters.draft_model is not None,
     }
     if found := [name for name, is_given in refused.items() if is_given]:
-        raise ConfigError(f"{layout}: {', '.join(found)} needs a single rank; remove it, or --tp, --pp and --ep")
+        raise ConfigError(f"{layout}: {', '.join(found)} needs a single rank; remove it, or --tp, --pp, --ep and --cp")

@@ -102,8 +102,12 @@ class KvLayout:
     dtype_bytes: int
     first_head: int = 0
     held_heads: int | None = None  # None: all
+    part: int = 0  # this rank's part of the tokens of each block, if `num_parts` ranks split the context
+    num_parts: int = 1
 
     def __post_init__(self) -> None:
+        if self.block_tokens % self.num_parts:
+            raise ValueError(f"blocks of {self.block_tokens} tokens cannot be split into {self.num_parts} parts")
         counts = [group.num_heads for group in self.groups]
         if gcd(*counts) != min(counts):
             raise ValueError(f"groups with {counts} heads: each number must be a multiple of the smallest")
@@ -152,7 +156,12 @@ class KvLayout:
 
     def page_bytes(self, group: KvGroup) -> int:
         """Return the bytes of one head in one segment. They are contiguous whatever heads a rank holds."""
-        return self.block_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+        return self.page_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a block that this rank holds."""
+        return self.block_tokens // self.num_parts
 
     @cached_property
     def places(self) -> tuple[GroupLayout, ...]:
@@ -178,8 +187,10 @@ class KvLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the bytes of this rank, so that blocks of ranks with different heads are never mixed up."""
+        """Identifies the bytes of this rank, so that blocks of ranks with different heads or tokens are never mixed up."""
         shape = self._shape(self.num_heads)
+        if self.num_parts > 1:
+            shape += f"#{self.part}/{self.num_parts}"
         return shape if self.num_heads == self.model_heads else f"{shape}@{self.first_head}/{self.model_heads}"
 
     @property
