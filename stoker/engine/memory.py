@@ -13,6 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.models.family import ModelShape
 from stoker.parallel.shard import RankLayout
+from stoker.sched.scheduler import plans_in_flight
 from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
 # The arithmetic of the largest captured step. It takes an H200 about 50 ms, longer than the host needs to launch it.
@@ -72,7 +73,7 @@ def resolve_on(
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         target_itl_s=(settings.sched.target_itl_ms or (250.0 if on_cpu else 75.0)) / 1e3,
         threads=_threads(settings, on_cpu),
-        steps_ahead=max(_steps_ahead(settings, on_cpu), layout.pp - 1),
+        steps_ahead=max(_steps_ahead(settings, on_cpu), plans_in_flight(layout.pp) - 1),
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
         drafters=drafters,
         exact=is_exact(settings.numerics, has_drafter=drafters.is_on),
