@@ -23,7 +23,6 @@ from stoker.base.clock import RealClock
 from stoker.base.config import EngineSettings, HandoffSettings, StoreSettings
 from stoker.base.ids import RequestId
 from stoker.engine.loop import Engine
-from stoker.engine.rates import StepRates
 from stoker.engine.store import build_store
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.pool import BlockPool
@@ -34,6 +33,7 @@ from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.step_rates import StepRates
 
 BLOCK_TOKENS = 4
 LAYOUT = KvLayout.of(num_layers=1, num_heads=1, width=128, block_tokens=BLOCK_TOKENS, dtype="float32", dtype_bytes=4)

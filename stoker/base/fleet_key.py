@@ -19,6 +19,7 @@ PROOFS = b"stoker-proof"  # proofs in HTTP answers
 EVENTS_SERVER = b"stoker-events-s"  # CURVE key pair of all sockets that publish
 EVENTS_CLIENT = b"stoker-events-c"  # CURVE key pair of all subscribers
 KV_PEERS = b"stoker-kv-peer"  # handshake between KV servers and their clients
+RANKS = b"stoker-ranks"  # connections between the ranks of one engine
 
 
 class FleetKey:

@@ -117,12 +117,16 @@ class GpuSteps:
         """
         data = StepData(plan, self._cutter)
         captured = self._graphs.find(data.needed)
+        # Guesses after tokens that are sampled elsewhere are made there.
+        num_guesses = plan.num_guesses if samples else 0
         if captured is not None:
-            return captured.run(self._pack(data, captured.shape, samples))
+            return captured.run(self._pack(data, captured.shape, samples), num_guesses)
         dense = data.take_dense_prefixes(self._dense.lengths) if self._uses_dense else ()
         shape = data.exact
         packed = self._pack(data, shape, samples).to(self._kv.device, non_blocking=True)
-        return self._forward(StepInputs.of(packed, shape), dense)
+        outputs = self._forward(StepInputs.of(packed, shape), dense)
+        outputs.guesses.make(num_guesses)
+        return outputs
 
     def _pack(self, data: StepData, shape: StepShape, samples: bool) -> Tensor:
         """Pack the inputs into pinned memory. torch does not reuse it before the GPU has read it."""
@@ -145,13 +149,13 @@ class GpuSteps:
         heads = inputs.heads
         step = DraftStep(batch, inputs.tokens[0], heads, features.value())
         if not heads.shape[1]:
-            self._drafter.draft(step, heads[0], heads[0])
-            return StepOutputs(None, heads[0], heads[0], token_ids, positions, step)
+            guesses = self._drafter.draft(step, heads[0], heads[0])
+            return StepOutputs(None, heads[0], heads[0], token_ids, positions, step, guesses)
         logits = self._model.logits(hidden[heads[0]])
         sampled = sample_rows_triton(logits, heads[1], head_lengths_triton(heads, positions), rows.settings)
         counts = verify_triton(heads, token_ids, positions, sampled, rows.tokens)
-        self._drafter.draft(step, sampled, counts)
-        return StepOutputs(logits, sampled, counts, token_ids, positions, step)
+        guesses = self._drafter.draft(step, sampled, counts)
+        return StepOutputs(logits, sampled, counts, token_ids, positions, step, guesses)
 
 
 def max_captured_tokens(needed: int) -> int:

@@ -16,6 +16,7 @@ from stoker.kernels.dispatch import is_power_of_2
 from stoker.kernels.mla_split import SplitSpans
 from stoker.kernels.rope_write import HeadNorms, rope_write
 from stoker.kernels.rope_write import Temperature as Temperature
+from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import GroupInputs
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
@@ -62,6 +63,10 @@ class AttentionConfig:
         """Build the attention of the layer `name`. `in_features` is the width of the input, by default `hidden_size`,
         which is that of the output."""
         return Attention(self, hidden_size, in_features or hidden_size, stored, name)
+
+    def kv_group(self, num_layers: int) -> KvGroup:
+        """Return the KV of layers with this attention that see all tokens."""
+        return KvGroup(num_layers, self.num_kv_heads, self.head_dim)
 
     def sharded(self, shard: Shard) -> AttentionConfig:
         """Return the attention of a rank: some of the heads."""
@@ -151,6 +156,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return x + attention(norm(x)). `layer` counts within the KV group. The memory of x is reused."""
         return self.add_attended(x, self.qkv(x, norm), where, layer, positions, cos, sin)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return what `add_attended` takes, without a norm."""
+        return self.qkv.plain(x)
 
     def add_attended(
         self, total: Tensor, qkv: Tensor, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor

@@ -16,6 +16,7 @@ from stoker.kernels.mla import LatentShape, expanded, expanded_heads, mla_attent
 from stoker.kernels.mla_split import SplitSpans, split_attention
 from stoker.kernels.paged import PagedSpans
 from stoker.kernels.quant import QuantWeight, dequantise
+from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import GroupInputs
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
@@ -27,7 +28,6 @@ from stoker.parallel.shard import Shard
 
 # Values of the queries of all ranks that are exchanged at a time, if ranks split the context.
 _EXCHANGED_VALUES = 1 << 24
-_NORM_EPS = 1e-6  # of the norms on the low-rank q and on the latent, whatever that of the other norms is
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class MlaConfig:
     bias: bool = False
     interleaved: bool = True  # the two values of a rotated pair are neighbours in the checkpoint
     partial: bool = False  # another rank adds the residual and the bias of the output
+    norm_eps: float = 1e-6  # of the norms on the low-rank q and on the latent, whatever that of the other norms is
 
     @property
     def shape(self) -> LatentShape:
@@ -51,9 +52,14 @@ class MlaConfig:
     def q_size(self) -> int:
         return self.num_heads * (self.nope + self.rope)
 
-    def build(self, hidden_size: int, stored: StoredAs, name: str) -> LatentAttention:
-        """Build the attention of the layer `name`."""
-        return LatentAttention(self, hidden_size, stored, name)
+    def build(self, hidden_size: int, stored: StoredAs, name: str, in_features: int | None = None) -> LatentAttention:
+        """Build the attention of the layer `name`. `in_features` is the width of the input, by default `hidden_size`,
+        which is that of the output."""
+        return LatentAttention(self, hidden_size, in_features or hidden_size, stored, name)
+
+    def kv_group(self, num_layers: int) -> KvGroup:
+        """Return the KV of layers with this attention."""
+        return KvGroup(num_layers, 1, self.shape.width, "latent")
 
     def sharded(self, shard: Shard) -> MlaConfig:
         """Return the attention of a rank: some of the heads. Every rank has the latent."""
@@ -105,20 +111,20 @@ class ExpandingWeight(StoredWeight):
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, config: MlaConfig, hidden_size: int, stored: StoredAs, name: str) -> None:
+    def __init__(self, config: MlaConfig, hidden_size: int, in_features: int, stored: StoredAs, name: str) -> None:
         super().__init__()
         self.config, self.shape = config, config.shape
         self._context: ContextGroup = WHOLE_CONTEXT
         self._q_width = config.q_rank or config.q_size
         self._exact = False
         parts = (self._q_width, self.shape.width)
-        self.into = Linear(hidden_size, parts, config.bias, stored(f"{name}.into"))
+        self.into = Linear(in_features, parts, config.bias, stored(f"{name}.into"))
         self.q_norm: RMSNorm | None = None
         self.q_up: Linear | None = None
         if config.q_rank is not None:
-            self.q_norm = RMSNorm(config.q_rank, _NORM_EPS)
+            self.q_norm = RMSNorm(config.q_rank, config.norm_eps)
             self.q_up = Linear(config.q_rank, config.q_size, stored=stored(f"{name}.q_up"))
-        self.latent_norm = RMSNorm(config.latent, _NORM_EPS)
+        self.latent_norm = RMSNorm(config.latent, config.norm_eps)
         self.kv_up = ExpandingWeight(self.shape, stored(f"{name}.kv_up"))
         has_bias, values = config.bias and not config.partial, config.num_heads * config.value
         self.out = Linear(values, hidden_size, has_bias, stored(f"{name}.out"), partial=config.partial)
@@ -160,13 +166,23 @@ class LatentAttention(nn.Module):
         self, x: Tensor, norm: RMSNorm, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Return x + attention(norm(x)). `layer` counts within the KV group. The memory of x is reused."""
+        return self.add_attended(x, self.into(x, norm), where, layer, positions, cos, sin)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return what `add_attended` takes, without a norm."""
+        return self.into.plain(x)
+
+    def add_attended(
+        self, total: Tensor, into: Tensor, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Return total + attention, from the first projection. The memory of `total` is reused."""
         assert not isinstance(where.spans, GridSpans), "MLA has no 8-bit kernels on a CPU"
-        q, kv = self.into(x, norm).split([self._q_width, self.shape.width], 1)
+        q, kv = into.split([self._q_width, self.shape.width], 1)
         q, kv = q.contiguous(), kv.contiguous()
         if self.q_up is not None:
             assert self.q_norm is not None
             q = self.q_up(q, self.q_norm)
-        heads = q.view(len(x), self.shape.num_heads, -1)
+        heads = q.view(len(into), self.shape.num_heads, -1)
         pages = where.kv.pages(layer)
         entries = latent_write(heads, kv, self.latent_norm.norm, cos, sin, positions, pages, where.slots)
         if self._context.num_ranks > 1:
@@ -175,7 +191,7 @@ class LatentAttention(nn.Module):
             assert not isinstance(where.spans, SplitSpans)
             given = (heads, entries, pages, where.spans, self.kv_up.expanding, self.shape, self.config.scale)
             found = mla_attention(*given, self._exact)
-        return self.out.add_to(x, found.view(len(x), -1))
+        return self.out.add_to(total, found.view(len(total), -1))
 
     def _attend_split(self, q: Tensor, entries: Tensor, pages: Tensor, where: GroupInputs) -> Tensor:
         """Attention over a context that ranks split. New prompts need no other rank's keys."""

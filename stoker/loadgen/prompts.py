@@ -47,13 +47,18 @@ _UNREADABLE = (OSError, EOFError, zlib.error)  # including truncated files and f
 
 def read_lines(path: Path) -> Iterator[Any]:
     """Yield the objects of a JSON Lines file, gzipped or not."""
+    return (row for _, row in numbered_lines(path))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the line number and the object of each line of a JSON Lines file, gzipped or not. Empty lines are left out."""
     if not os.path.isfile(path):
         raise ConfigError(f"no file {path}; name the data folder with --data-dir")
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _decoded(line, f"{path}, line {number}")
+                    yield number, _decoded(line, f"{path}, line {number}")
     except _UNREADABLE as wrong:
         raise ConfigError(f"{path}: cannot be read: {wrong}") from wrong
 

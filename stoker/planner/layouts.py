@@ -18,7 +18,7 @@ from stoker.models.family import family_of
 from stoker.parallel.shard import RankLayout, Shard, shards_of
 from stoker.planner.gpus import GpuMachines
 from stoker.planner.rank_sizes import COMMUNICATION_BYTES, GIB, PartSizes, RankNeeds, part_sizes, rank_kv, rank_needs
-from stoker.planner.rates import estimate
+from stoker.planner.rates import StageWork, estimate
 from stoker.planner.vllm_rule import MEMORY_SHARE, VllmLayout, vllm_layout
 
 _DEFAULT_CONTEXT = 32_768
@@ -64,14 +64,9 @@ class LayoutPlan:
 def plan_layouts(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context: int | None = None) -> LayoutPlan:
     """Plan all layouts of the model of a config.json. `context` is the length of the sequences to plan for. If it is given,
     memory is divided between the layers for this length."""
-    family = family_of(hf, name)
-    assert isinstance(family, DecoderFamily), f"{name}: only families of decoders can be planned"
-    if context is not None and context < 1:
-        raise ConfigError(f"--context {context}: give a number of tokens, at least 1")
-    mean_tokens = None if context is None else min(context, family.shape.max_positions)
-    context = mean_tokens or min(_DEFAULT_CONTEXT, family.shape.max_positions)
-    planner = _LayoutPlanner(family, gpus, context, mean_tokens)
-    layouts = [planner.planned(layout) for layout in _candidates(gpus, family)]
+    planner = _LayoutPlanner(hf, name, gpus, context)
+    context, mean_tokens = planner.context, planner.mean_tokens
+    layouts = [planner.planned(layout) for layout in _candidates(gpus, planner.family)]
     fitting = [i for i, one in enumerate(layouts) if one.fits]
     picked = max(
         fitting, key=lambda i: (layouts[i].served, layouts[i].decode_tokens_per_s, -layouts[i].tp), default=None
@@ -83,6 +78,13 @@ def plan_layouts(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context: i
     ]
     vllm = vllm_layout(gpus, context, planner.vllm_kv)
     return LayoutPlan(name, str(gpus), context, mean_tokens, layouts, picked, vllm, assumptions)
+
+
+def stages_of(
+    hf: Mapping[str, Any], name: str, gpus: GpuMachines, layout: RankLayout, context: int | None = None
+) -> list[StageWork]:
+    """Return what the first rank of each stage of a layout reads and computes."""
+    return [one.work for one in _LayoutPlanner(hf, name, gpus, context).needs(layout)]
 
 
 def _candidates(gpus: GpuMachines, family: DecoderFamily) -> Iterator[RankLayout]:
@@ -101,8 +103,15 @@ def _candidates(gpus: GpuMachines, family: DecoderFamily) -> Iterator[RankLayout
 class _LayoutPlanner:
     """Plans layouts of one model on one kind of GPU."""
 
-    def __init__(self, family: DecoderFamily, gpus: GpuMachines, context: int, mean_tokens: int | None) -> None:
-        self._family, self._gpus, self._context = family, gpus, context
+    def __init__(self, hf: Mapping[str, Any], name: str, gpus: GpuMachines, context: int | None) -> None:
+        family = family_of(hf, name)
+        assert isinstance(family, DecoderFamily), f"{name}: only families of decoders can be planned"
+        if context is not None and context < 1:
+            raise ConfigError(f"--context {context}: give a number of tokens, at least 1")
+        mean_tokens = None if context is None else min(context, family.shape.max_positions)
+        context = mean_tokens or min(_DEFAULT_CONTEXT, family.shape.max_positions)
+        self.family, self.context, self.mean_tokens = family, context, mean_tokens
+        self._gpus = gpus
         longest = max(context, min(family.shape.max_positions, 131_072))
         self._settings = EngineSettings(
             device="cuda", dtype="bfloat16", max_model_tokens=longest, kv=KvSettings(mean_tokens=mean_tokens)
@@ -113,13 +122,13 @@ class _LayoutPlanner:
         self.max_rows = self._resolved(RankLayout()).max_rows
 
     def _resolved(self, layout: RankLayout) -> ResolvedSettings:
-        return resolve_on(torch.device("cuda"), self._settings, self._family.shape, layout)
+        return resolve_on(torch.device("cuda"), self._settings, self.family.shape, layout)
 
-    def _needs(self, layout: RankLayout) -> list[RankNeeds]:
+    def needs(self, layout: RankLayout) -> list[RankNeeds]:
         """Return what the first rank of each stage needs."""
         shards = shards_of(layout, *self._layers)
         stages = [shards[stage * layout.tp] for stage in range(layout.pp)]
-        options = (self._family, self._resolved(layout))
+        options = (self.family, self._resolved(layout))
         return [rank_needs(*options, shard, layout.num_ranks, self._part_sizes(shard)) for shard in stages]
 
     def _part_sizes(self, shard: Shard) -> PartSizes:
@@ -128,17 +137,17 @@ class _LayoutPlanner:
         layers = tuple(sizes[i] for i in shard.layers_of(len(sizes)))
         key = (shard.tp, shard.ep, shard.has_ends, layers)
         if key not in self._sizes:
-            self._sizes[key] = part_sizes(self._family, self._resolved(RankLayout()), shard)
+            self._sizes[key] = part_sizes(self.family, self._resolved(RankLayout()), shard)
         return self._sizes[key]
 
     def planned(self, layout: RankLayout) -> PlannedLayout:
-        workers, context = self._gpus.total // layout.num_ranks, self._context
+        workers, context = self._gpus.total // layout.num_ranks, self.context
         served = layout.pp == layout.ep == 1
         given: dict[str, Any] = {"workers": workers, "served": served}
         for name in ("tp", "pp", "ep", "cp"):
             given[name] = getattr(layout, name)
         try:
-            needs = self._needs(layout)
+            needs = self.needs(layout)
             given |= {
                 "weights_gib_per_gpu": round(max(one.weights for one in needs) / GIB, 2),
                 "working_gib_per_gpu": round(max(one.working for one in needs) / GIB, 2),
@@ -168,10 +177,10 @@ class _LayoutPlanner:
 
     def vllm_kv(self, layout: RankLayout) -> tuple[float, int]:
         """Return the KV of a layout in vLLM's share of the memory. The rest of each GPU is its reserve."""
-        fitting = (int(MEMORY_SHARE * self._memory), self._settings, self._resolved(layout), self._context)
+        fitting = (int(MEMORY_SHARE * self._memory), self._settings, self._resolved(layout), self.context)
         try:
-            needs = self._needs(layout)
+            needs = self.needs(layout)
         except ConfigError:  # vLLM also splits experts whose tensors Stoker gives to ranks as a whole
-            needs = self._needs(RankLayout(layout.tp, layout.pp, layout.tp))
+            needs = self.needs(RankLayout(layout.tp, layout.pp, layout.tp))
         kv = [rank_kv(one, *fitting, unused=0) for one in needs]
         return sum(one.num_bytes for one in kv) * layout.tp / GIB, min(one.num_tokens for one in kv)

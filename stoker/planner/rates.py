@@ -46,15 +46,27 @@ def estimate(stages: list[StageWork], gpu: GpuKind, tp: int, batch: int, context
     """Estimate a layout with `batch` sequences of `context` tokens each. With several stages, as many parts of the batch
     are in flight as there are stages."""
     part = max(1, -(-batch // len(stages)))
-    times = [_decode_s(stage, gpu, tp, part, context) + (_SEND_S if len(stages) > 1 else 0.0) for stage in stages]
-    flops = gpu.bf16_tflops * 1e12 * PREFILL_SHARE * tp
-    prefill_s = max(stage.flop_per_token / flops + _reduce_s(stage, gpu, tp) for stage in stages)
+    times = [decode_step_s(stage, gpu, tp, part, context) + (_SEND_S if len(stages) > 1 else 0.0) for stage in stages]
+    prefill_s = max(prefill_token_s(stage, gpu, tp) for stage in stages)
     in_flight = min(len(stages), batch)
     round_s = max(max(times) * in_flight, sum(times))
     return EstimatedRates(batch / round_s, 1 / prefill_s, round_s * 1e3)
 
 
-def _decode_s(stage: StageWork, gpu: GpuKind, tp: int, rows: int, context: int) -> float:
+def prefill_token_s(stage: StageWork, gpu: GpuKind, tp: int) -> float:
+    """Return the time of one prompt token in a stage."""
+    return stage.flop_per_token / (gpu.bf16_tflops * 1e12 * PREFILL_SHARE * tp) + _reduce_s(stage, gpu, tp)
+
+
+def attention_pair_s(stage: StageWork, gpu: GpuKind, tp: int) -> float:
+    """Return the time of the attention of one prompt token to one token before it. Heads are taken to be as wide as the
+    hidden state together, in bfloat16."""
+    flop = 4.0 * stage.hidden_bytes / 2 * stage.num_layers
+    return flop / (gpu.bf16_tflops * 1e12 * PREFILL_SHARE * tp)
+
+
+def decode_step_s(stage: StageWork, gpu: GpuKind, tp: int, rows: int, context: int) -> float:
+    """Return the time of a decode-only step of a stage, with `rows` sequences of `context` tokens each."""
     touched = 1.0
     if stage.num_experts:
         touched = 1 - (1 - stage.top_k / stage.num_experts) ** rows

@@ -111,6 +111,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failed_loads: int = 0  # loads that returned fewer tokens than requested
     tiers: list[TierReport] = []
     drafts: list[DraftReport] = []
+    draft_step_s: float = 0.0  # time of decode-only steps with drafts, and the estimate without drafts for their tokens
+    undrafted_s: float = 0.0
 
 
 class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -187,15 +189,24 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease_id: str
 
 
+class HandOff(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End this request as soon as its launched steps are done, and keep its KV under this lease for another worker."""
+
+    request_id: RequestId
+    lease_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now and drop what runs."""
+
+    is_final: bool = False  # the worker stops; otherwise it may start another engine
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: TokenChunks
 
 
-ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown
+ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | HandOff | Shutdown
 FromEngine = Prepared | EngineInfo | EngineStats | Beat | LoadProgress | StartFailed | Chunks | KvEvents
 
 
@@ -213,8 +224,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     number: int
     role: WorkerRole
+    role_assigned: bool = (
+        False  # it was given this role while it ran, so that the gateway's configuration does not count
+    )
     ready: bool  # the engine accepts requests
     draining: bool
+    moving: bool = False  # with `draining`: gateways shall continue its requests on other workers
     waiting_sequences: int
     waiting_tokens: int
     running_sequences: int
@@ -250,6 +265,7 @@ class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):
     """The heartbeat of a worker. A gateway removes a worker whose heartbeats end."""
 
     url: str
+    moving: bool = False  # when it signs off: gateways shall continue its requests on other workers
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):

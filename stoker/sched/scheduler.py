@@ -13,7 +13,7 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockId, RequestId, Row
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
-from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
+from stoker.kv.blocks.transfer import KvTicket, LoadResult, OfferedBlock
 from stoker.sched.block_sets import BlockSets, PrefixMatch
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.drafting import Drafting, NoDrafting
@@ -71,7 +71,7 @@ class SchedulerConfig:
     # Stages of the pipeline that executes the plans. With several, a sequence is not planned again before its sampled token
     # is known, and each plan has its share of the sequences that decode.
     stages: int = 1
-    pulls: bool = True  # False: KV of other workers is not pulled, and the tokens are computed
+    max_heads: int | None = None  # maximum number of tokens of a step whose logits are computed; None: by `max_rows`
 
 
 @dataclass(slots=True)
@@ -85,6 +85,8 @@ class Counters:
     generated_tokens: int = 0
     draft_tokens: int = 0  # verified drafts; not among the computed tokens
     accepted_draft_tokens: int = 0
+    draft_step_s: float = 0.0  # time of decode-only steps with drafts or guesses
+    undrafted_s: float = 0.0  # the fitted time that their tokens would have taken without drafts
     preemptions: int = 0
     loaded_tokens: int = 0  # tokens whose KV came from a tier
     pulled_tokens: int = 0  # tokens whose KV came from another worker
@@ -98,6 +100,7 @@ class _LaunchedPlan(NamedTuple):
     seqs: list[Sequence]
     row_epochs: list[int]
     num_tokens: int
+    num_guesses: int
 
 
 class Scheduler:
@@ -130,7 +133,11 @@ class Scheduler:
         self._offers = Offers(config.max_offers, self._sets)
         self._prefixes = PrefixCache(self._sets, self._offers)
         self._order = PrefillOrder(config.step_tokens, self._tokens_left)
+        self._leaving: list[
+            Sequence
+        ] = []  # sequences that another worker takes over, until their launched steps are done
         self._num_arrivals = 0
+        self._max_heads = max_heads(config.max_rows) if config.max_heads is None else config.max_heads
         self.counters = Counters()
         self.step_size = StepSize(config.target_itl_s, config.step_tokens)
 
@@ -163,8 +170,6 @@ class Scheduler:
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading."""
         config = self._config
-        if not config.pulls and request.ticket is not None:
-            request = replace(request, ticket=None)
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
         check_request(request, config.max_tokens, self._sets.max_tokens, config.vocab_size)
@@ -201,6 +206,41 @@ class Scheduler:
         for seq in late:
             self._end(seq, Finish("deadline"), chunks)
         return chunks
+
+    # ---- sequences that move to another worker
+
+    def hand_off(self, request_id: RequestId, lease_id: str) -> TokenChunks:
+        """Let another worker continue a request. Return its last chunk, if it can end at once.
+
+        Otherwise the next `end_leaving` returns it, after the steps that were launched for it. Its KV is held under
+        `lease_id`. A running sequence that has a lease already hands itself off after its prompt.
+        """
+        seq = self._by_id.get(request_id)
+        if seq is None or seq.leaves_under is not None:
+            return TokenChunks()
+        if seq.request.lease_id is not None and seq.state is not SequenceState.WAITING:
+            return TokenChunks()
+        seq.leaves_under = lease_id
+        self._leaving.append(seq)
+        return self.end_leaving()
+
+    def end_leaving(self) -> TokenChunks:
+        """End the leaving sequences whose launched steps are done. Return their last chunks."""
+        chunks = TokenChunks()
+        if self._leaving:
+            in_flight = {id(seq) for plan in self._launched for seq in plan.seqs}
+            for seq in [seq for seq in self._leaving if id(seq) not in in_flight]:
+                ticket = self._leaving_ticket(seq)
+                self._remove(seq)
+                chunks.add(seq.request.request_id, [], seq.usage, None, Finish("handoff"), ticket)
+        return chunks
+
+    def _leaving_ticket(self, seq: Sequence) -> KvTicket | None:
+        """Return a ticket for the KV that was computed here. Without any, return the ticket that the sequence came with."""
+        assert seq.leaves_under is not None
+        if seq.state is SequenceState.RUNNING and seq.num_computed and self._config.lease is not None:
+            return self._leases.take_over(seq.leaves_under, seq, min(seq.num_computed, len(seq.token_ids) - 1))
+        return seq.request.ticket if seq.cached_tokens is None else None
 
     # ---- KV that comes from tiers or other workers, and KV for them
 
@@ -271,13 +311,14 @@ class Scheduler:
         if builder.is_empty:
             return None
         if builder.drafts:
-            builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
+            builder.limit_drafts(self._max_heads - len(builder.counts))
             self._drafting.launched(builder.drafts)
-        plan = builder.build(self._freed_rows, self._unfilled)
+        plan = builder.build(self._freed_rows, self._unfilled, self._drafting.num_guesses)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
         self._num_plans += 1
-        self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
+        seqs = list(builder.counts)
+        self._launched.append(_LaunchedPlan(plan.spans, seqs, row_epochs, plan.num_tokens, plan.num_guesses))
         self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
         self.counters.draft_tokens += plan.num_drafts
         return plan
@@ -347,13 +388,13 @@ class Scheduler:
     def commit(self, result: StepResult) -> TokenChunks:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
-        spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        spans, seqs, row_epochs, num_tokens, num_guesses = self._launched.popleft()
         self._num_commits += 1
         while self._cooling_rows and self._cooling_rows[0][0] <= self._num_commits:
             self._give_back_row(self._cooling_rows.popleft()[1])
         done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
-            self.step_size.record(num_tokens, len(spans), result.step_s)
+            self.step_size.record(num_tokens, len(spans), result.step_s, num_guesses)
         for i, (span, seq, row_epoch, token_ids) in enumerate(
             zip(spans, seqs, row_epochs, result.token_ids, strict=True)
         ):
@@ -371,8 +412,18 @@ class Scheduler:
                 if span.num_drafts:
                     token_ids = self._take_drafts(seq, span, token_ids, has_row)
                 self._append_tokens(seq, token_ids, has_row, i, result, chunks)
-        self.counters.generated_tokens += sum(map(len, chunks.token_ids))
+        num_generated = sum(map(len, chunks.token_ids))
+        self.counters.generated_tokens += num_generated
+        if num_guesses or num_tokens > len(spans):
+            self._count_speed(spans, num_tokens, num_generated, result.step_s)
         return chunks
+
+    def _count_speed(self, spans: list[Span], num_tokens: int, num_generated: int, step_s: float) -> None:
+        """Compare the time of a step with drafts with that of the same tokens without. Mixed steps are left out."""
+        num_rows = len(spans)
+        if num_tokens == num_rows + sum(span.num_drafts for span in spans) and all(span.samples for span in spans):
+            self.counters.draft_step_s += step_s
+            self.counters.undrafted_s += self.step_size.costs.decode_s(num_rows) * num_generated / num_rows
 
     def _take_drafts(self, seq: Sequence, span: Span, token_ids: list[int], has_row: bool) -> list[int]:
         """Take in the outcome of a span with drafts. Return its tokens up to the sequence's last."""
@@ -456,8 +507,8 @@ class Scheduler:
         """
         seq = turn
         if turn.state is SequenceState.WAITING:
-            if turn.num_pending:
-                return True  # preempted while a step samples its next token, which is not known here yet
+            if turn.num_pending or turn.leaves_under is not None:
+                return True  # preempted while a step samples its next token, which is not known here yet, or leaving
             seq = self._prefixes.sequence_ahead(turn) or turn
         if seq in builder.counts or seq.state is SequenceState.LOADING:
             return True
@@ -626,6 +677,8 @@ class Scheduler:
             self._release_row(seq)
         seq.state = SequenceState.DONE
         del self._by_id[seq.request.request_id]
+        if seq.leaves_under is not None:
+            self._leaving.remove(seq)
         if seq.request.lease_id is not None:
             self._leases.sequence_ended(seq.request.lease_id)
 

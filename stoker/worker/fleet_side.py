@@ -40,7 +40,9 @@ def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
 
 
 def registration(context: WorkerContext, url: str, host: str) -> WorkerRegistration:
-    return WorkerRegistration(url=url, **msgspec.structs.asdict(worker_info(context, host)))
+    return WorkerRegistration(
+        url=url, moving=context.state.moving, **msgspec.structs.asdict(worker_info(context, host))
+    )
 
 
 def worker_report(context: WorkerContext, number: int) -> WorkerReport:
@@ -50,8 +52,10 @@ def worker_report(context: WorkerContext, number: int) -> WorkerReport:
         worker_id=context.identity.worker_id,
         number=number,
         role=context.identity.role,
+        role_assigned=context.identity.role_assigned,
         ready=service.ready,
         draining=context.state.draining,
+        moving=context.state.moving,
         waiting_sequences=stats.waiting_sequences if stats else 0,
         waiting_tokens=stats.waiting_tokens if stats else 0,
         running_sequences=stats.running_sequences if stats else 0,

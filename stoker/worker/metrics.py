@@ -44,6 +44,8 @@ _COUNTERS = (
     ("loaded_tokens", "stoker_kv_loaded_tokens", "Tokens whose KV came from a tier"),
     ("pulled_tokens", "stoker_kv_pulled_tokens", "Tokens whose KV came from another worker"),
     ("failed_loads", "stoker_kv_failed_loads", "Loads that returned fewer tokens than requested"),
+    ("draft_step_s", "stoker_draft_step_seconds", "Time spent in decode-only steps with drafts"),
+    ("undrafted_s", "stoker_draft_undrafted_seconds", "Estimated time without drafts for the tokens of these steps"),
 )
 
 
@@ -71,7 +73,7 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
         for metric in TIER_METRICS:
             yield _by_tier(metric, stats.tiers)
-        yield from engine_draft_metrics(stats.drafts)
+        yield from engine_draft_metrics(stats)
 
 
 def _by_tier(metric: TierMetric, tiers: list[TierReport]) -> Metric:

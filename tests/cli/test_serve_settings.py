@@ -118,15 +118,15 @@ def test_a_leading_tilde_is_replaced_by_the_home_folder(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "serves"),
     [
-        ((), False),
-        (("--role", "decode"), False),
+        ((), True),
+        (("--role", "decode"), True),
         (("--role", "prefill"), True),
-        (("--kv-port", "0"), True),
-        (("--role", "decode", "--kv-port", "0"), True),
+        (("--tp", "2"), False),
+        (("--tp", "2", "--kv-port", "0"), True),  # the engine refuses it
     ],
     ids=str,
 )
-def test_prefill_workers_and_workers_with_a_kv_port_serve_kv(words: tuple[str, ...], serves: bool) -> None:
+def test_workers_of_one_rank_serve_kv(words: tuple[str, ...], serves: bool) -> None:
     assert parse(*words).engine.handoff.serves is serves
 
 

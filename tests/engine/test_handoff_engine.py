@@ -18,7 +18,6 @@ from tiny import make_tiny
 from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
 from stoker.base.ids import RequestId
 from stoker.engine.llm import LLM, LLMOutput
-from stoker.engine.rates import StepRates
 from stoker.engine.runner import PendingStep, Runner
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.mooncake.master import INSTALL_HINT, MooncakeMaster, is_installed
@@ -26,6 +25,7 @@ from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.sched.step_rates import StepRates
 
 BLOCK = 8
 NEW_TOKENS = 12

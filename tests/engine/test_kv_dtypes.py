@@ -16,8 +16,8 @@ from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, Sche
 from stoker.base.errors import ConfigError
 from stoker.base.ids import RequestId
 from stoker.engine.llm import LLM, LLMOutput
-from stoker.engine.rates import StepRates
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.sched.step_rates import StepRates
 
 BLOCK, NEW_TOKENS = 8, 12
 GREEDY = SamplingParams(temperature=0.0)

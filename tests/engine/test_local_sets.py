@@ -18,10 +18,10 @@ from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, Sche
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockId, RequestId
 from stoker.engine.llm import LLM, LLMOutput
-from stoker.engine.rates import StepRates
 from stoker.engine.runner import PendingStep, Runner
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.sched.step_rates import StepRates
 
 BLOCK = 4
 NEW_TOKENS = 10

@@ -17,10 +17,10 @@ from tiny import make_tiny
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
 from stoker.engine.llm import LLM
-from stoker.engine.rates import StepRates
 from stoker.kv.blocks.transfer import BlockName, TierUnavailable
 from stoker.kv.store.tiers.tier import HostBytes, Tier, TierStats
 from stoker.sched.request import SamplingParams
+from stoker.sched.step_rates import StepRates
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -125,8 +125,10 @@ def test_the_engines_counts_are_metrics(server: Server) -> None:
     assert server.service.stats is not None
     server.service.stats = type(server.service.stats)(
         **{name: getattr(server.service.stats, name) for name in server.service.stats.__struct_fields__}
-        | {"drafts": reports}
+        | {"drafts": reports, "draft_step_s": 2.0, "undrafted_s": 5.0}
     )
+    assert metric(server, "stoker_draft_speedup") == 2.5
+    assert metric(server, "stoker_draft_undrafted_seconds_total") == 5
     assert metric(server, 'stoker_draft_spans_total{source="cache"}') == 4
     assert metric(server, 'stoker_draft_tokens_total{source="cache"}') == 7
     assert metric(server, 'stoker_accepted_draft_tokens_total{source="cache"}') == 4

@@ -20,7 +20,7 @@ from stoker.base import log as logs
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.spec import LoadReport, WorkerSpec
+from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 from stoker.gateway.http import (
     ClientLimits,
     ConnectionPool,
@@ -77,6 +77,8 @@ class WatchContext:
     clock: Callable[[], float]
     signers: WorkerSigners
     on_lost: Callable[[WorkerId], None]
+    on_moving: Callable[[WorkerId], None]  # the worker drains, and wants its requests to continue elsewhere
+    on_role: Callable[[WorkerId, Role], None]  # the worker was given this role while it ran
     other_work: OtherWork
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
@@ -116,6 +118,14 @@ class Watcher:
     @property
     def info(self) -> WorkerInfo | None:
         return self._info
+
+    async def metrics_page(self) -> bytes | None:
+        """Return the worker's /metrics, or None if it does not answer."""
+        try:
+            status, page = await self._get(b"/metrics")
+        except (Unreachable, NoSocketLeft, ResponseLost, TimeoutError):
+            return None
+        return page if status == 200 else None
 
     def refresh(self) -> None:
         """Read everything again: the worker is a new process, so what is known may be outdated."""
@@ -346,6 +356,10 @@ class Watcher:
         # A new process gets no requests before its models are known: the worker may have been given another one.
         is_known = self._process_id in (None, report.worker_id)
         self._report_state(True, is_known and report.ready and not report.draining and self._is_proven)
+        if report.role_assigned and self._is_proven:
+            self._context.on_role(self.spec.worker_id, Role(report.role))
+        if report.draining and report.moving and self._is_proven:
+            self._context.on_moving(self.spec.worker_id)
         if not is_known:
             self._info = None
             self._learn_soon()

@@ -24,7 +24,7 @@ from waiting import LONG_S, until
 from stoker.base.fleet_key import FleetKey
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
-from stoker.fleet.spec import WorkerSpec
+from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.api.client_body import EndpointKind, parse
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.dialects.dialect import DIALECTS
@@ -61,8 +61,18 @@ class World:
         self.indexes = PrefixIndexes()
         self.makers = PrefixKeyMakers()
         self.lost: list[WorkerId] = []
+        self.moving: list[WorkerId] = []
+        self.roles: list[tuple[WorkerId, Role]] = []
         self.watchers = Watchers(
-            self.fleet, self.indexes, self.makers, settings, on_lost=self.lost.append, clock=self.now, **more
+            self.fleet,
+            self.indexes,
+            self.makers,
+            settings,
+            on_lost=self.lost.append,
+            on_moving=self.moving.append,
+            on_role=lambda worker_id, role: self.roles.append((worker_id, role)),
+            clock=self.now,
+            **more,
         )
 
     def now(self) -> float:
@@ -231,6 +241,27 @@ def test_a_draining_worker_gets_no_requests_and_a_restarted_one_is_read_again(fo
         await until(lambda: list(world.indexes["m"].match(keys)) == [W])
         await world.close()
         await again.stop()
+
+    run(main())
+
+
+def test_a_gateway_follows_the_role_and_the_drain_that_another_one_ordered(folder: Path) -> None:
+    async def main() -> None:
+        worker = await Ours(folder, role="decode").start()
+        world = World()
+        world.watch(worker.url)
+        await until(lambda: world.is_usable and "m" in world.fleet.models())
+        assert world.roles == []  # the role at its start does not count: the configuration does
+        context = worker.context
+        context.identity = replace(context.identity, role="prefill", role_assigned=True)
+        await until(lambda: world.roles[-1:] == [(W, Role.PREFILL)])
+        worker.state.begin_drain("operator")
+        await until(lambda: not world.is_usable)
+        assert world.moving == []
+        worker.state.begin_drain("operator", moves=True)
+        await until(lambda: W in world.moving)
+        await world.close()
+        await worker.stop()
 
     run(main())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stoker.base.ids import Row
-from stoker.engine.rates import StepRates
 from stoker.sched.plan import Span, StepPlan
+from stoker.sched.step_rates import StepRates
 
 
 def step(*counts: int) -> StepPlan:

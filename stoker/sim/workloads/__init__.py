@@ -1,0 +1,1 @@
+"""Sources of simulated requests, one file each. `workload.py` has the contract."""

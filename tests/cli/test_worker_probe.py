@@ -1,0 +1,37 @@
+"""Measuring a running worker over HTTP, for `stoker calibrate --url`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scripted_server import Reply, ScriptedServer, Seen, failure, finish, running, text_event
+
+from stoker.loadgen.client import Target
+from stoker.loadgen.worker_probe import ProbeFailed, probe_worker
+
+
+def words(seen: Seen) -> Reply:
+    pieces: list[bytes | float] = []
+    for _ in range(seen.body["max_tokens"]):
+        pieces += [0.001, text_event("w")]
+    return Reply([*pieces, *finish(len(seen.body["prompt"]), seen.body["max_tokens"])])
+
+
+def test_prompts_and_batches_are_measured() -> None:
+    with running(ScriptedServer(words)) as server:
+        targets = [Target(server.url)] * 2
+        found = asyncio.run(probe_worker(targets, "m", 1000, [32], [(2, 16)], repeats=1))
+    assert [(one.rows, one.prompt_tokens) for one in found.steps] == [(1, 0), (0, 32), (2, 0)]
+    assert all(one.seconds >= 0.0005 for one in found.steps if one.rows)
+    assert [tokens for tokens, _ in found.handoff_gaps_s] == [32]
+    prompts = [tuple(seen.body["prompt"]) for seen in server.seen if len(seen.body["prompt"]) > 1]
+    assert len(set(prompts)) == len(prompts), "a prompt that was sent before is cached"
+
+
+def test_a_server_that_fails_is_an_error() -> None:
+    with (
+        running(ScriptedServer(lambda seen: failure(503, "busy"))) as server,
+        pytest.raises(ProbeFailed, match="503 busy"),
+    ):
+        asyncio.run(probe_worker([Target(server.url)], "m", 1000, [32], [], repeats=1))
