@@ -16,6 +16,7 @@ from stoker.cli import plan_fleet
 
 if TYPE_CHECKING:
     from stoker.planner.layouts import LayoutPlan, PlannedLayout
+    from stoker.planner.vllm_rule import VllmLayout
 
 NAME = "plan"
 HELP = "show how a model can be split over GPUs, and what fits"
@@ -79,7 +80,21 @@ def _config_path(args: argparse.Namespace) -> Path:
 
 
 def _table(plan: LayoutPlan) -> str:
-    header = ("", "TP", "PP", "EP", "WORKERS", "WEIGHTS", "WORKING", "KV GIB", "KV TOKENS", "BATCH", "TOKENS/S", "MS")
+    header = (
+        "",
+        "TP",
+        "PP",
+        "EP",
+        "CP",
+        "WORKERS",
+        "WEIGHTS",
+        "WORKING",
+        "KV GIB",
+        "KV TOKENS",
+        "BATCH",
+        "TOKENS/S",
+        "MS",
+    )
     rows = [header, *(_row(one, number == plan.picked) for number, one in enumerate(plan.layouts))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = [f"{plan.model} on {plan.gpus}, sequences of {plan.context:,} tokens", ""]
@@ -88,15 +103,29 @@ def _table(plan: LayoutPlan) -> str:
         lines.append(f"{cells}  {'' if one is None else one.why}".rstrip())
     lines += [
         "",
-        "WEIGHTS and WORKING: GiB per GPU. KV: of one worker. BATCH: sequences that its KV holds. TOKENS/S: estimated decode of "
-        "all workers. MS: estimated time between two tokens.",
+        "WEIGHTS and WORKING: GiB per GPU. KV: of one worker. BATCH: sequences that it runs at a time. TOKENS/S: estimated "
+        "decode of all workers. MS: estimated time between two tokens.",
+        _vllm_line(plan.vllm),
         *(f"Assumed: {text}." for text in plan.assumptions),
     ]
     if plan.picked is None:
         return "\n".join([*lines, "", "No layout fits. Use more GPUs, GPUs with more memory, or a smaller --context."])
     picked = plan.layouts[plan.picked]
-    flags = "".join(f" --{name} {count}" for name in ("tp", "pp", "ep") if (count := getattr(picked, name)) > 1)
+    names = ("tp", "pp", "ep", "cp")
+    flags = "".join(f" --{name} {count}" for name in names if (count := getattr(picked, name)) > 1)
+    if plan.mean_tokens is not None:
+        flags += f" --kv-mean-tokens {plan.mean_tokens}"
     return "\n".join([*lines, "", f"Run {picked.workers} of: stoker serve {plan.model}{flags}"])
+
+
+def _vllm_line(vllm: VllmLayout) -> str:
+    from stoker.planner.vllm_rule import MEMORY_SHARE
+
+    sizes = f"tensor parallel size {vllm.tp}, pipeline parallel size {vllm.pp}, {MEMORY_SHARE:.0%} of each GPU"
+    found = (
+        f"{vllm.kv_gib_total:.1f} GiB of KV for {vllm.kv_tokens:,} tokens" if vllm.fits else f"does not fit: {vllm.why}"
+    )
+    return f"vLLM's documented rule ({sizes}): {found}."
 
 
 def _row(one: PlannedLayout, is_picked: bool) -> tuple[str, ...]:
@@ -111,4 +140,4 @@ def _row(one: PlannedLayout, is_picked: bool) -> tuple[str, ...]:
             f"{one.decode_tokens_per_s:,.0f}",
         )
     last = f"{one.between_tokens_ms:.1f}" if one.fits else ""
-    return ("*" if is_picked else "", *map(str, (one.tp, one.pp, one.ep, one.workers, *sizes, last)))
+    return ("*" if is_picked else "", *map(str, (one.tp, one.pp, one.ep, one.cp, one.workers, *sizes, last)))
