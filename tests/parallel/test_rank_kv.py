@@ -47,7 +47,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait long enough for KV, also on a slow machine. A model this small computes a block faster than a file is opened."""
     for name in ("_TIER_GRACE_S", "_PEER_GRACE_S"):
         monkeypatch.setattr(f"stoker.kv.store.loader.{name}", 60.0)
-    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
+    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 1.0)
+    monkeypatch.setattr("stoker.kv.store.kv_store._UNKNOWN_COMPUTE_S", 60.0)
 
 
 def settings(
@@ -87,12 +88,18 @@ def tokens(outputs: list[LLMOutput]) -> list[list[int]]:
 
 
 def settle(llm: LLM) -> None:
-    """Step until every lease has ended and every block is free."""
+    """Step until every lease has ended, every block is free, and the tiers of all virtual ranks have written theirs."""
     built, until_s = llm.built, time.monotonic() + 60
+    parts = built.ranks.kv_parts if isinstance(built.ranks, VirtualRanks) else {}
     while built.scheduler.num_held or any(pool.num_free < pool.num_blocks for pool in (built.pool, *built.local_pools)):
         assert time.monotonic() < until_s, f"{built.scheduler.num_held} leases held, {built.pool.num_free} blocks free"
         built.engine.step()
         time.sleep(0.002)
+    for store in [built.store, *(part.store for part in parts.values())]:
+        for buffers in (one.write_behind._buffers for one in store.sets if one.tiers):
+            while len(buffers._free) + buffers._left < store.max_offers:  # the others wait for a tier
+                assert time.monotonic() < until_s, "blocks wait for a tier"
+                time.sleep(0.002)
 
 
 @contextmanager

@@ -50,7 +50,8 @@ class RankKvPart:
         self._known: dict[str, dict[int, _KnownLease]] = {}
         self._closing: set[str] = set()
         self.leases = LeaseBook()
-        # Rank 0 has decided that a load is worth it, with its measured speeds; this rank has none.
+        # Rank 0 has decided that a load is worth it, by the prefill rate of all ranks. Without a rate, this rank refuses only a
+        # tier that is slower than any prefill.
         options = (identity, identity.fingerprint, lambda: None, self._report_results)
         self.store = build_store(settings, kv, *options, share=share, reports_events=False)
         self.server: PeerServer | None = None
