@@ -130,7 +130,7 @@ class GlooCollectives:
             self._group.abort()
 
 
-class _Wait:
+class _TransferWait:
     """A transfer that is waited for."""
 
     def __init__(self, work: Any) -> None:
@@ -143,14 +143,14 @@ class _WaitThread:
     """Waits for transfers, one after the other. The thread is started with the first one."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Wait | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_TransferWait | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, work: Any) -> _Wait:
+    def start(self, work: Any) -> _TransferWait:
         if self._thread is None:
             self._thread = threading.Thread(target=_wait_for_all, args=(self._queue,), name="gloo-wait", daemon=True)
             self._thread.start()
-        waiting = _Wait(work)
+        waiting = _TransferWait(work)
         self._queue.put(waiting)
         return waiting
 
@@ -158,7 +158,7 @@ class _WaitThread:
         self._queue.put(None)
 
 
-def _wait_for_all(waits: queue.SimpleQueue[_Wait | None]) -> None:
+def _wait_for_all(waits: queue.SimpleQueue[_TransferWait | None]) -> None:
     while (waiting := waits.get()) is not None:
         try:
             waiting.work.wait()
