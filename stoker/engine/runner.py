@@ -24,6 +24,7 @@ from stoker.engine.heads import SamplingSpan, first_heads, heads_of, sampling_sp
 from stoker.engine.inputs import build_inputs
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import SampledTokens, sample
+from stoker.engine.stage_taps import StageTaps
 from stoker.engine.threads import Threads
 from stoker.kernels.transfer import to_host
 from stoker.kernels.verify import verify
@@ -178,13 +179,16 @@ class Runner:
         draft: LoadedDraft | None = None,
         mesh: Mesh = ALONE,
         stages: Stages = ONE_STAGE,
+        tapped: Sequence[int] = (),
     ) -> None:
         """`attention_dtype` is that of attention with the reference kernels, by default the model's.
 
         `exact`: a token's logits depend only on the tokens before it. `drafts_grammar`: results contain what the grammars
         force next. `verifies`: plans may have drafts. `uses_grid`: attention is that of attention_grid.py. `draft` is the
-        draft model. `mesh` has the other ranks of this stage, `stages` the other stages.
+        draft model. `mesh` has the other ranks of this stage, `stages` the other stages, and `tapped` the layers of the whole
+        model whose hidden states the draft model of the first stage needs.
         """
+        self._taps = StageTaps(stages, tapped)
         self._mesh, self._stages = mesh, stages
         self._grid_heads = num_heads if uses_grid else None
         self._exact = exact
@@ -313,14 +317,14 @@ class Runner:
         if not len(batch.token_ids):  # all rows are at their limits
             nothing = VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))
             return lambda: nothing
-        features = self._drafter.start()
-        hidden = self._model(batch, features.taps, stages.entering(len(batch.token_ids)))
+        features, num_tokens = self._drafter.start(), len(batch.token_ids)
+        hidden = self._model(batch, self._taps.here(features), stages.entering(num_tokens))
         stages.leave(hidden, heads)
-        step = DraftStep(batch, inputs.token_rows, inputs.heads, features.value())
 
         def finish() -> VerifiedTokens | None:
             if not stages.is_first:
                 return None
+            step = DraftStep(batch, inputs.token_rows, inputs.heads, self._taps.collect(features, num_tokens))
             if not len(heads):
                 self._drafter.draft(step, heads, heads)
                 return None

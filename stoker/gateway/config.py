@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
@@ -392,6 +393,38 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TwinSettings:
+    """The live twin: predicts each request's time to first token, and names workers that are slower than predicted."""
+
+    enabled: bool = setting(False, "Compare predicted with actual times.", flag="--twin")
+    calibration: Path | None = setting(
+        None,
+        "File of `stoker calibrate` for the workers. Without it, workers are compared with each other.",
+        default_text="none",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "twin")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingSettings:
+    """A recording of all routing decisions and of what they rest on, for `stoker trace`. It has no text of any request."""
+
+    file: Path | None = setting(
+        None,
+        "New file that routing decisions are recorded to, from the start of the gateway. Process N of several adds `.N`.",
+        flag="--record",
+        metavar="FILE",
+        default_text="no recording",
+    )
+    max_mib: float = setting(1024.0, "Maximum size of the file. Then the recording stops.", unit="MiB", gt=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "recording")
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """OpenTelemetry traces."""
 
@@ -508,7 +541,10 @@ class GatewayConfig:
     responses: ResponsesSettings = field(default_factory=ResponsesSettings)
     flex: FlexSettings = field(default_factory=FlexSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
+    autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
+    recording: RecordingSettings = field(default_factory=RecordingSettings)
+    twin: TwinSettings = field(default_factory=TwinSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()

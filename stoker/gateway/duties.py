@@ -50,7 +50,7 @@ class Duties:
         if move:
             self._check_targets(member)
         before = member.spec.role
-        self._fleet.set_role(member.worker_id, role)
+        self._fleet.set_role(member.worker_id, role, self._clock())
         log.event("role_changed", worker=member.worker_id, before=before.value, role=role.value, move=move)
         if move:
             self._moves.begin(member)
@@ -61,7 +61,7 @@ class Duties:
         member = self._fleet.member(worker_id)
         if member is not None and member.spec.role is not role:
             log.event("role_followed", worker=worker_id, before=member.spec.role.value, role=role.value)
-            self._fleet.set_role(worker_id, role)
+            self._fleet.set_role(worker_id, role, self._clock())
 
     def saw_moving(self, worker_id: WorkerId) -> None:
         """Move the requests of a worker that drains and wants to lose them."""

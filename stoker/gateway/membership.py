@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
@@ -39,6 +40,7 @@ class Membership:
         moves: Moves,
         clock: Callable[[], float],
         silent_s: float = _SILENT_S,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._fleet = fleet
         self._load_book = load_book
@@ -47,6 +49,8 @@ class Membership:
         self._moves = moves
         self._clock = clock
         self._silent_s = silent_s
+        self._errors = errors or TaskErrors()
+        self._checked_s, self._stalled_until_s = clock(), -math.inf
         self._leaving: set[asyncio.Task[None]] = set()
         self._expiry: asyncio.Task[None] | None = None
 
@@ -57,7 +61,10 @@ class Membership:
         self._watchers.start(spec, dialect.load_probe)
         self._fleet.add(spec, self._clock())
         if not spec.from_config and self._expiry is None:
-            self._expiry = asyncio.create_task(self._expire(), name="worker-expiry")
+            self._expiry = asyncio.create_task(
+                repeat("worker_expiry", self._expire, self._errors), name="worker-expiry"
+            )
+            self._checked_s = self._clock()
 
     def restarted(self, worker_id: WorkerId) -> None:
         """Note that a new process runs at the worker's address."""
@@ -94,16 +101,14 @@ class Membership:
         await self._watchers.close()
 
     async def _expire(self) -> None:
-        checked_s, stalled_until_s = self._clock(), -math.inf
-        while True:
-            await asyncio.sleep(min(_CHECK_S, self._silent_s / 3))
-            now = self._clock()
-            if now - checked_s > self._silent_s / 2:
-                stalled_until_s = now  # this process was stopped, and heartbeats sent meanwhile are not read yet
-            checked_s = now
-            if now - stalled_until_s <= self._silent_s:
-                continue
-            for worker_id in self._fleet.expire(now, self._silent_s):
-                log.warning("worker_silent", worker=worker_id, seconds=self._silent_s)
-                self._upstreams.cut(worker_id)  # the worker may hang, and after its removal no watcher would notice
-                self.remove(worker_id)
+        await asyncio.sleep(min(_CHECK_S, self._silent_s / 3))
+        now = self._clock()
+        if now - self._checked_s > self._silent_s / 2:
+            self._stalled_until_s = now  # this process was stopped, and heartbeats sent meanwhile are not read yet
+        self._checked_s = now
+        if now - self._stalled_until_s <= self._silent_s:
+            return
+        for worker_id in self._fleet.expire(now, self._silent_s):
+            log.warning("worker_silent", worker=worker_id, seconds=self._silent_s)
+            self._upstreams.cut(worker_id)  # the worker may hang, and after its removal no watcher would notice
+            self.remove(worker_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Eagle3Checkpoint:
 
     def __init__(self, hf: Mapping[str, Any], folder: Path, target: ModelShape) -> None:
         """`hf` is the content of the folder's config.json."""
-        self._folder = folder
+        self.folder = folder
         try:
             self._config = config = read_eagle3_config(hf, target)
         except ModelFilesError as error:
@@ -50,6 +50,7 @@ class Eagle3Checkpoint:
                 f"{folder}: tensor 't2d' is {self._stored[names['t2d']].shape}, config.json requires "
                 f"({config.layer.vocab_size},)"
             )
+        self.taps: Sequence[int] = config.taps
         self.kv_group = config.attention.kv_group(1)
         self.num_heads = config.attention.num_heads
 
@@ -68,7 +69,7 @@ class Eagle3Checkpoint:
         if head.d2t is None and "d2t" in names:
             _check_no_shift(self._stored[names["d2t"]])
             ignored |= {names["d2t"]}
-        load(head, rules, ignored, self._folder, progress)
+        load(head, rules, ignored, self.folder, progress)
         head.share_embedding()
 
 

@@ -4,7 +4,7 @@ states. The embedding, the head and the rotary tables are the model's; the check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,8 @@ class MtpCheckpoint:
             raise ModelFilesError(
                 f"{folder}: config.json has no layer for drafts ({_COUNT} is 0); leave out the drafter 'mtp'"
             )
-        self._folder, self._num_layers = folder, len(config.layers)
+        self.folder, self._num_layers = folder, len(config.layers)
+        self.taps: Sequence[int] = (self._num_layers,)
         self._src, stored = f"{names.prefix}model.layers.{self._num_layers}.", stored_tensors(folder)
         if f"{self._src}eh_proj.weight" not in stored:
             raise ModelFilesError(
@@ -153,5 +154,5 @@ class MtpCheckpoint:
             rules += matmul_rules(stored, sources, matmul.target, parts, matmul.num_ins, matmul.bias)
         rules += self._names.layer_rules(config.layers[0], src, _LAYER)
         known = {rule.source for rule in rules}
-        others = frozenset(name for name in stored_tensors(self._folder) if name not in known)
-        load(head, rules, others, self._folder, progress)
+        others = frozenset(name for name in stored_tensors(self.folder) if name not in known)
+        load(head, rules, others, self.folder, progress)

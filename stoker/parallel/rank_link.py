@@ -49,6 +49,10 @@ class Kind(IntEnum):
     MEET = 9  # to the rank: all ranks have arrived; JSON: where they connect to each other
     PLAN = 10  # to a rank on another machine: a frame
     BYE = 11  # to a rank on another machine: the engine has been stopped, and will not start again
+    LOADED = 12  # step: the load; digest: its loaded blocks; text: the other results
+    COPIED = 13  # step: the KV set; digest: how many offered blocks were copied since the start
+    CLOSED = 14  # text: a lease that no peer reads any more
+    WRITTEN = 15  # what waited for the tiers is written
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -60,7 +60,6 @@ class SchedulerConfig:
     # Stages of the pipeline that executes the plans. With several, a sequence is not planned again before its sampled token
     # is known, and each plan has its share of the sequences that decode.
     stages: int = 1
-    pulls: bool = True  # False: KV of other workers is not pulled, and the tokens are computed
     max_heads: int | None = None  # maximum number of tokens of a step whose logits are computed; None: by `max_rows`
 
 
@@ -160,8 +159,6 @@ class Scheduler:
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading."""
         config = self._config
-        if not config.pulls and request.ticket is not None:
-            request = replace(request, ticket=None)
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
         check_request(request, config.max_tokens, self._sets.max_tokens, config.vocab_size)

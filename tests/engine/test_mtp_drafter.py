@@ -11,6 +11,7 @@ import pytest
 import test_speculation as speculation
 import torch
 from models.eagle3_files import FORMATS, LAYERS, make_tensors, write_head
+from models.mtp_files import HIDDEN, make_mtp
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from torch import Tensor
@@ -26,7 +27,7 @@ from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.train.evaluate import EveryDraft
 
 drafts_cost_nothing = speculation.drafts_cost_nothing
-NUM_LAYERS, HIDDEN = 3, 72
+NUM_LAYERS = 3
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43], list(range(100, 130))]
 
@@ -67,25 +68,7 @@ class PlainPrediction:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainPrediction]:
     """A model with a layer for drafts in its files, as DeepSeek-V3 and GLM-4.5 have it, and its reference."""
     folder = tmp_path_factory.mktemp("mtp")
-    changes = {"num_hidden_layers": NUM_LAYERS + 1, "num_nextn_predict_layers": 1}
-    reference = make_tiny(folder, request.param, torch.float64, **changes)
-    reference.config._attn_implementation = reference.config._experts_implementation = "eager"  # in float64
-    torch.manual_seed(1)
-    extra = {
-        "eh_proj.weight": torch.randn(HIDDEN, 2 * HIDDEN, dtype=torch.float64) / 12,
-        **{name: 1 + torch.randn(HIDDEN, dtype=torch.float64) / 9 for name in ("enorm.weight", "hnorm.weight",
-                                                                             "shared_head.norm.weight")},
-    }  # fmt: skip
-    tensors = load_file(folder / "model.safetensors")
-    layer = f"model.layers.{NUM_LAYERS}."
-    tensors |= {f"{layer}{name}": values for name, values in extra.items()}
-    tensors |= {
-        f"{layer}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-        f"{layer}shared_head.head.weight": tensors["lm_head.weight"].clone(),
-    }
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"num_hidden_layers": 4', f'"num_hidden_layers": {NUM_LAYERS}'))
+    reference, extra = make_mtp(folder, NUM_LAYERS, request.param)
     return folder, PlainPrediction(reference, extra)
 
 

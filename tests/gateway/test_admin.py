@@ -26,7 +26,7 @@ from stoker.gateway.duties import Duties
 from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.upstream import Upstreams
-from stoker.proto.admin_api import GatewayStatus
+from stoker.proto.admin_api import GatewayStatus, ScaleWishes
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 
@@ -61,9 +61,19 @@ class World:
         self.misses = MissTotals(
             PriceList([PriceSettings(model="m", input=2.0, output=8.0, cached_input=0.5)]), "EUR", 50.0
         )
+        wishes = lambda: ScaleWishes(mode="off")  # noqa: E731
         duties = Duties(self.fleet, Moves(self.fleet, Upstreams(), clock, resuming_dialects()), clock)
         view = AdminView(
-            self.fleet, self.ledger, self.router, self.admission, self, duties, clock, status, self.misses.report
+            self.fleet,
+            self.ledger,
+            self.router,
+            self.admission,
+            self,
+            duties,
+            wishes,
+            clock,
+            status,
+            self.misses.report,
         )
         self.admin = AdminEndpoint(AdminToken(token), view)
 

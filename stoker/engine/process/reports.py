@@ -29,7 +29,7 @@ def engine_info(built: BuiltEngine) -> EngineInfo:
         load_s=built.load_s,
         engine_id=built.engine_id,
         kv_address=built.server.address if built.server is not None else None,
-        stores=_shared_stores(built.fingerprint, built.store.tiers),
+        stores=_shared_stores(built),
     )
 
 
@@ -110,11 +110,14 @@ def _tier_report(built: BuiltEngine, tier: MeasuredTier) -> TierReport:
     )
 
 
-def _shared_stores(fingerprint: str, tiers: Sequence[MeasuredTier]) -> dict[str, str]:
-    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks."""
+def _shared_stores(built: BuiltEngine) -> dict[str, str]:
+    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks: they
+    have the same model, split in the same way."""
+    layout = built.settings.layout
+    owner = built.fingerprint if layout.num_ranks == 1 else f"{built.fingerprint} {layout}"
     return {
-        tier.backend.medium: f"{fingerprint}@{tier.name}:{tier.backend.shared_location}"
-        for tier in tiers
+        tier.backend.medium: f"{owner}@{tier.name}:{tier.backend.shared_location}"
+        for tier in built.store.tiers
         if tier.backend.shared_location is not None
     }
 

@@ -72,8 +72,10 @@ def rank_facts(source: ModelSource, settings: EngineSettings) -> dict[str, str]:
     for name in ("device", "spare_engine", "kernel_archive", "handoff", "nodes"):
         compared.pop(name)
     compared["store"].pop("mooncake_host")
+    compared["handoff"] = (settings.handoff.serves, settings.handoff.transports)
     return {
         "weights": model_digest(source.folder, source.hf, source.random_seed),
+        "draft model": "" if source.draft is None else model_digest(source.draft.folder, {}, None),
         "version": _version(),
         "settings": json.dumps(compared, sort_keys=True),
     }

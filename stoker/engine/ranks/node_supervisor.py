@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from stoker.base import log as logs
@@ -127,11 +127,10 @@ class NodeSupervisor:
 
     def _spawn(self, rank: int) -> SpawnedRank:
         model = self._model
-        settings = replace(model.settings, handoff=replace(model.settings.handoff, secret=None))
         arguments = {
             "rank": rank,
             "folder": str(model.folder),
-            "settings": asdict(settings),
+            "settings": asdict(model.settings),
             "random_seed": None,
             "cache_dir": None if model.cache_dir is None else str(model.cache_dir),
         }

@@ -43,7 +43,8 @@ def find_place(
 ) -> RankPlace:
     """Return a rank's part of the model and its connections. `control` is the group of all ranks, on the host."""
     layout = resolved.layout
-    shard = plan_shards(family, resolved)[rank]
+    shards = plan_shards(family, resolved)
+    shard = shards[rank]
     stage, ranks = layout.stage_of(rank), range(layout.num_ranks)
     mesh: Mesh = ALONE
     if layout.tp > 1:
@@ -51,7 +52,8 @@ def find_place(
     stages: Stages = ONE_STAGE
     if layout.pp > 1:
         pipeline = make_group(f"pipeline {shard.tp_rank}", tuple(r for r in ranks if r % layout.tp == shard.tp_rank))
-        stages = PipelineStage(pipeline, family.shape.hidden_size, resolved.dtype, resolved.device)
+        layers = [one.layers_of(family.shape.num_layers) for one in shards[:: layout.tp]]
+        stages = PipelineStage(pipeline, layers, family.shape.hidden_size, resolved.dtype, resolved.device)
 
     def agree_on(number: int) -> int:
         return min(int(one) for one in control.gather(torch.tensor([number])))

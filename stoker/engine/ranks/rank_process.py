@@ -53,12 +53,14 @@ def main() -> None:
 
 def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable[[RankLink], None]) -> None:
     """Load this rank's part, and execute commands until rank 0 ends."""
+    from stoker.engine.draft_model import open_chosen_draft
     from stoker.engine.memory import resolve
     from stoker.engine.model_identity import read_hf_config
-    from stoker.engine.part import ModelSource, build_part
+    from stoker.engine.part import ModelSource, build_part, identity_of, tier_share
     from stoker.engine.ranks.absent_grammars import AbsentGrammars
     from stoker.engine.ranks.commands import RankLoop
     from stoker.engine.ranks.connections import connect_ranks, rank_facts
+    from stoker.engine.ranks.rank_kv_part import RankKvPart
     from stoker.models.family import family_of
 
     folder, rank = Path(arguments["folder"]), int(arguments["rank"])
@@ -67,7 +69,10 @@ def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable
     family = family_of(hf, str(folder / "config.json"))
     resolved = rank_device(resolve(settings, family.shape), rank % settings.ranks_per_node)
     cache_dir = arguments["cache_dir"]
-    source = ModelSource(folder, hf, arguments["random_seed"], None, None if cache_dir is None else Path(cache_dir))
+    draft = open_chosen_draft(resolved.drafters, folder, family)
+    source = ModelSource(
+        folder, hf, arguments["random_seed"], None, None if cache_dir is None else Path(cache_dir), draft
+    )
     base: RankBase
     if settings.nodes.rank == 0:
         base = LocalBase(starter, arguments["ring"])
@@ -81,12 +86,15 @@ def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable
         rank, source, family, settings, resolved, meeting["host"], meeting["port"], interface=base.interface
     )
     part = build_part(family, source, settings, resolved, met.place, AbsentGrammars())
-    link.send(LinkMessage(Kind.READY))
+    options = (identity_of(family, source, part), rank, meeting["engine_id"], tier_share(family, part), link.send)
+    kv = RankKvPart(settings, part.kv, *options)
+    link.send(LinkMessage(Kind.READY, text=kv.server.address if kv.server is not None else ""))
     if (message := base.order()).kind is not Kind.START:
         raise StokerError(f"expected START from rank 0, got {message.kind.name}")
     stages = met.place.stages
     loop = RankLoop(
         part.runner,
+        kv,
         lambda kind, step, digest: link.send(LinkMessage(kind, step, digest)),
         samples=stages.is_first,
         deferred=stages.is_deferred,

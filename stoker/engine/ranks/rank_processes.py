@@ -20,10 +20,11 @@ from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError, StokerError
 from stoker.engine.memory import ResolvedSettings
 from stoker.engine.part import ModelSource
-from stoker.engine.ranks.commands import RankedRunner
+from stoker.engine.ranks.commands import RankCommands, RankedRunner
 from stoker.engine.ranks.connections import RankConnections, connect_ranks, rank_facts
 from stoker.engine.ranks.node_gate import NodeGate
 from stoker.engine.ranks.place import RankPlace, plan_shards
+from stoker.engine.ranks.rank_kv import KV_REPORTS, RankKv
 from stoker.engine.ranks.rank_spawn import COMMAND, SpawnedRank, spawn_rank
 from stoker.engine.runner import Runner, StepRunner
 from stoker.models.family import ModelFamily
@@ -61,6 +62,9 @@ class RankProcesses:
         self._plans: list[PlanWriter] = []
         self._streams: list[PlanStream] = []
         self._settings = EngineSettings()
+        self._commands: RankCommands | None = None
+        self._kv: RankKv | None = None
+        self._addresses: dict[int, str] = {}  # of the ranks' KV servers
         self._watch = RankWatch(1, _SILENT_S, _START_S, 0.0)
         self._connections: RankConnections | None = None
         self._is_closed = False
@@ -69,7 +73,12 @@ class RankProcesses:
     # ---- RankHost
 
     def connect(
-        self, source: ModelSource, family: ModelFamily, settings: EngineSettings, resolved: ResolvedSettings
+        self,
+        source: ModelSource,
+        family: ModelFamily,
+        settings: EngineSettings,
+        resolved: ResolvedSettings,
+        engine_id: str,
     ) -> RankPlace:
         plan_shards(family, resolved)  # raises ConfigError for a model that cannot be split like this
         self._settings, num_ranks = settings, resolved.layout.num_ranks
@@ -86,7 +95,7 @@ class RankProcesses:
             self._wait_for(
                 lambda: self._watch.all_connected, self._missing, nodes.wait_s if nodes.count > 1 else _START_S
             )
-            self._connections = self._meet(source, family, resolved)
+            self._connections = self._meet(source, family, resolved, engine_id)
         place = self._connections.place
 
         def agree_on(number: int) -> int:
@@ -107,7 +116,20 @@ class RankProcesses:
         self._plans += self._streams
         for link in self._links.values():
             link.send(LinkMessage(Kind.START))
-        return RankedRunner(runner, self, is_deferred=self._connections.place.stages.is_deferred)
+        self._commands = RankCommands(self)
+        return RankedRunner(runner, self._commands, is_deferred=self._connections.place.stages.is_deferred)
+
+    def other_kv(self, wake: Callable[[], None]) -> RankKv:
+        assert self._commands is not None, "drive() comes first"
+        kv = RankKv(self._commands, len(self._links), wake)
+        with self._lock:
+            self._kv = kv
+        return kv
+
+    @property
+    def kv_addresses(self) -> list[str]:
+        with self._lock:
+            return [self._addresses[rank] for rank in sorted(self._addresses)]
 
     def dismiss(self) -> None:
         self._tell_nodes(LinkMessage(Kind.BYE))
@@ -168,12 +190,7 @@ class RankProcesses:
     def _spawn(self, rank: int, source: ModelSource) -> None:
         assert self._files is not None
         fds = (self._files.memory, self._files.events[rank - 1])
-        # The ranks of this machine need no secrets.
-        settings = replace(
-            self._settings,
-            handoff=replace(self._settings.handoff, secret=None),
-            nodes=replace(self._settings.nodes, key=None),
-        )
+        settings = replace(self._settings, nodes=replace(self._settings.nodes, key=None))  # only the head needs the key
         spawned = spawn_rank(
             self._command,
             {
@@ -188,7 +205,9 @@ class RankProcesses:
         )
         self._processes[rank], self._links[rank] = spawned, spawned.link
 
-    def _meet(self, source: ModelSource, family: ModelFamily, resolved: ResolvedSettings) -> RankConnections:
+    def _meet(
+        self, source: ModelSource, family: ModelFamily, resolved: ResolvedSettings, engine_id: str
+    ) -> RankConnections:
         """Tell all ranks where they connect to each other, and connect."""
         host = _HOST
         if self._gate is not None:
@@ -198,7 +217,7 @@ class RankProcesses:
         port = listener.getsockname()[1]
         for link in self._links.values():
             with suppress(LinkEnd):  # the watch names the rank that has ended
-                link.send_json(Kind.MEET, {"host": host, "port": port})
+                link.send_json(Kind.MEET, {"host": host, "port": port, "engine_id": engine_id})
         try:
             return connect_ranks(0, source, family, self._settings, resolved, host, port, listener)
         except (RuntimeError, ConfigError) as error:
@@ -288,7 +307,7 @@ class RankProcesses:
                     return
                 for rank, message in messages:
                     if message is not None:
-                        self._watch.received(rank, message, now)
+                        self._received(rank, message, now)
                     else:
                         spawned = self._processes.get(rank)
                         self._watch.ended(rank, None if spawned is None else spawned.exit_code(1.0))
@@ -302,6 +321,13 @@ class RankProcesses:
                     self._connections.close()  # rank 0 may wait for the lost rank
                 self._on_lost(RankLost(verdict))
                 return
+
+    def _received(self, rank: int, message: LinkMessage, now: float) -> None:
+        self._watch.received(rank, message, now)
+        if message.kind is Kind.READY and message.text:
+            self._addresses[rank] = message.text
+        elif message.kind in KV_REPORTS and self._kv is not None:
+            self._kv.received(rank, message)
 
 
 def _slow_load(timeout_s: float) -> str:

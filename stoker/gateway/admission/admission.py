@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import Overloaded
+from stoker.base.log import EventLog
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.admission.budgets import Budget
 from stoker.gateway.admission.fair_queue import WAITING, Capacity, FairQueue, Ticket
@@ -28,7 +29,10 @@ from stoker.gateway.admission.rate_limits import Refusal
 from stoker.gateway.config import AdmissionSettings
 
 _TICK_S = 0.05
+_MAX_FREE_MODELS = 64  # that the log names; a client may make up names
 _CHARGE_S = 1.0  # how often the output of running requests is charged
+
+log = EventLog("admission")
 
 
 def rate_limited(limit: Refusal) -> Overloaded:
@@ -137,6 +141,7 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self.running: set[AdmittedRequest] = set()  # the admitted requests of keys with a token limit or a budget
         self._charging: asyncio.TimerHandle | None = None
+        self._free_models: set[str] = set()  # that are named in the log
 
     async def prepare(self, caller: Caller) -> None:
         """Lease the key's limits from the store, if they are not leased yet. Call it before `claim`."""
@@ -252,10 +257,19 @@ class Admission:
         claim._charged = uncached_tokens
         if claim._budgets:
             claim._price = self._price(lane)
+            if claim._price == FREE:
+                self._say_free(lane, claim.caller)
             cost = claim._price.input * uncached_tokens
             if (refusal := _over_budget(claim._budgets, cost, now)) is not None:
                 raise refusal
             claim._charge_money(cost, now)
+
+    def _say_free(self, model: str, caller: Caller) -> None:
+        """Log once for each model that budgets are not charged for it."""
+        if model not in self._free_models and len(self._free_models) < _MAX_FREE_MODELS:
+            self._free_models.add(model)
+            hint = "add a [[price]] for it, or one for all models (*)"
+            log.warning("budget_without_price", model=model[:256], key=caller.key_id, hint=hint)
 
     def _watch_output(self, claim: AdmittedRequest) -> None:
         if claim.tracks_output:

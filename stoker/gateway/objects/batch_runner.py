@@ -18,6 +18,7 @@ from msgspec import Raw
 
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.config import BatchSettings
 from stoker.gateway.http import Headers, HttpRequest, InternalRequest, internal_head
@@ -37,6 +38,8 @@ _MAX_ATTEMPTS = 3
 _RETRY_S = 0.25
 _MAX_RETRY_S = 10.0
 _ERROR_S = 2.0  # pause after the store failed
+_DEFECT_S = 30.0  # pause of a batch after an unexpected error
+_DEFECT = b'{"error":{"message":"The gateway failed.","type":"server_error","param":null,"code":"internal_error"}}'
 
 log = EventLog("batch")
 
@@ -46,9 +49,9 @@ class LineSink:
 
     paused = False
 
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = b""
+    def __init__(self, status: int = 0, body: bytes = b"") -> None:
+        self.status = status
+        self.body = body
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         self.status, self.body = status, body
@@ -74,6 +77,7 @@ class BatchRunner:
         owner: str,
         lease_s: float,
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -81,6 +85,7 @@ class BatchRunner:
         self._owner = owner
         self._lease_s = lease_s
         self._unix_time = unix_time
+        self._errors = errors or TaskErrors()
         self._files = BatchFiles(store, settings, unix_time)
         self._run: RunLine | None = None
         self._worker: asyncio.Task[None] | None = None
@@ -102,7 +107,7 @@ class BatchRunner:
     def open(self, run: RunLine) -> None:
         """Begin to work. `run` answers the request of a line."""
         self._run = run
-        self._worker = asyncio.get_running_loop().create_task(self._work())
+        self._worker = asyncio.get_running_loop().create_task(repeat("batches", self._work, self._errors))
 
     async def close(self) -> None:
         """Stop. Results are written, and lines that run are given back."""
@@ -126,18 +131,17 @@ class BatchRunner:
         self._wake.set()
 
     async def _work(self) -> None:
-        while True:
-            try:
-                await self._write_results()
-                await self._look()
-            except StokerError as error:
-                log.warning("batches_wait", reason=error.message)
-                await asyncio.sleep(_ERROR_S)
-            self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.poll_s):
-                    await self._wake.wait()
-            await asyncio.sleep(_GATHER_S)
+        try:
+            await self._write_results()
+            await self._look()
+        except StokerError as error:
+            log.warning("batches_wait", reason=error.message)
+            await asyncio.sleep(_ERROR_S)
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.poll_s):
+                await self._wake.wait()
+        await asyncio.sleep(_GATHER_S)
 
     async def _write_results(self) -> None:
         if self._results:
@@ -229,6 +233,9 @@ class BatchRunner:
         except StokerError as error:
             log.warning("batch_waits", batch=batch_id, reason=error.message)
             await asyncio.sleep(_ERROR_S)
+        except Exception as error:  # `_look` begins it again
+            self._errors.note("batch_job", error)
+            await asyncio.sleep(_DEFECT_S)
         finally:
             if keeper is not None:
                 keeper.cancel()
@@ -277,7 +284,11 @@ class BatchRunner:
         while line.batch_id in self._running:
             if num_preempted >= self._settings.insist_after and self._insisting is None:
                 self._insisting = line
-            sink, was_preempted = await self._attempt(batch, line, caller)
+            try:
+                sink, was_preempted = await self._attempt(batch, line, caller)
+            except Exception as error:
+                self._errors.note("batch_line", error)
+                sink, was_preempted = LineSink(500, _DEFECT), False
             if was_preempted:
                 num_preempted += 1
                 continue

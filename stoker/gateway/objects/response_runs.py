@@ -22,6 +22,7 @@ from msgspec import Raw
 
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.config import ResponsesSettings
@@ -111,12 +112,14 @@ class ResponseRuns:
         settings: ResponsesSettings,
         owner: str,
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._settings = settings
         self.owner = owner
         self._unix_time = unix_time
+        self._errors = errors or TaskErrors()
         self._generate: Generate | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, InternalRequest] = {}
@@ -127,7 +130,9 @@ class ResponseRuns:
     def open(self, generate: Generate) -> None:
         """Begin to keep leases, and to take over responses of gateways that died."""
         self._generate = generate
-        self._keeper = asyncio.get_running_loop().create_task(self._keep_leases())
+        self._keeper = asyncio.get_running_loop().create_task(
+            repeat("response_leases", self._keep_leases, self._errors)
+        )
 
     async def close(self) -> None:
         """Stop. Other gateways may take over at once what runs here."""
@@ -192,6 +197,8 @@ class ResponseRuns:
         except* StokerError as failed:
             # The lease expires, and a gateway that reaches the store takes over.
             log.warning("background_response_lost", response=row.id, reason=str(failed.exceptions[0]))
+        except* Exception as failed:
+            self._errors.note("background_response", failed)
 
     async def _attempts(self, row: StoredResponse, caller: Caller, head: RequestHead) -> None:
         assert self._generate is not None
@@ -271,23 +278,22 @@ class ResponseRuns:
     # ---- leases
 
     async def _keep_leases(self) -> None:
-        while True:
-            try:
-                mine = partial(table.renew, owner=self.owner, ids=list(self._tasks), lease_s=self.lease_end_s())
-                for one in await self._store.write(mine):
-                    self.cancel(one)
-                taken = partial(
-                    table.take_over,
-                    owner=self.owner,
-                    now_s=self._unix_time(),
-                    lease_s=self.lease_end_s(),
-                    limit=_TAKE_OVER,
-                )
-                for row in await self._store.write(taken):
-                    await self._continue(row)
-            except StokerError as error:
-                log.warning("responses_not_renewed", reason=error.message)
-            await asyncio.sleep(self._settings.lease_s / 3)
+        try:
+            mine = partial(table.renew, owner=self.owner, ids=list(self._tasks), lease_s=self.lease_end_s())
+            for one in await self._store.write(mine):
+                self.cancel(one)
+            taken = partial(
+                table.take_over,
+                owner=self.owner,
+                now_s=self._unix_time(),
+                lease_s=self.lease_end_s(),
+                limit=_TAKE_OVER,
+            )
+            for row in await self._store.write(taken):
+                await self._continue(row)
+        except StokerError as error:
+            log.warning("responses_not_renewed", reason=error.message)
+        await asyncio.sleep(self._settings.lease_s / 3)
 
     async def _continue(self, row: StoredResponse) -> None:
         """Continue a response whose gateway died: run it again, or end it."""

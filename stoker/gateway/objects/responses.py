@@ -17,6 +17,7 @@ from msgspec import Raw
 
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded, StokerError
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, check_utf8, fields
 from stoker.gateway.api.reply import JSON, Reply, json_reply, method_not_allowed
@@ -112,6 +113,7 @@ class StoredResponses:
         max_body_bytes: int,
         model_of: Callable[[str | None], str],
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         """`model_of` returns the served model that a request names."""
         self._store = store
@@ -122,7 +124,7 @@ class StoredResponses:
         self._unix_time = unix_time
         self._max_bytes = int(settings.max_mib * (1 << 20))
         self._max_tenant_bytes = int(settings.max_tenant_mib * (1 << 20))
-        self.runs = ResponseRuns(store, keys, settings, name, unix_time)
+        self.runs = ResponseRuns(store, keys, settings, name, unix_time, errors)
         store.store.declare(QUOTA_TABLES)
         store.store.declare(RESPONSE_TABLES)
 
@@ -153,6 +155,16 @@ class StoredResponses:
             await self._run_foreground(request, row, run, turns, generate)
         else:
             await generate(_with_body(request, run), EndpointKind.RESPONSES)
+
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+        check_utf8(body)
+        state = decode(_StateFields, body)
+        if state.previous_response_id is None:
+            return body
+        given = fields(body)
+        turns = await self._turns(caller, state.previous_response_id)
+        return stateless_body(given, turns, own_items(given), streams=False)
 
     def _row(self, caller: Caller, state: _StateFields, items: bytes) -> StoredResponse:
         now_s = self._unix_time()

@@ -25,7 +25,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
-from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
@@ -33,6 +33,9 @@ from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.insight.insight_endpoint import INSIGHT_PATHS
+from stoker.gateway.insight.live_stream import STREAM_PATH
+from stoker.gateway.insight.request_digest import RequestTimes
 from stoker.gateway.objects.response_runs import Generate
 from stoker.gateway.objects.tenant_objects import OBJECT_PREFIXES
 from stoker.gateway.path.billing import billed_usage
@@ -50,6 +53,7 @@ from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
+from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
@@ -58,12 +62,14 @@ from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
-from stoker.routing.query import RouteQuery
+from stoker.replay.recorder import NoRecorder, Recorder
+from stoker.routing.query import Route, RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
 _RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
+_PROBES = frozenset({b"/health", b"/ready"})
 _READING = frozenset({b"GET", b"HEAD"})
 _YES = frozenset({b"1", b"true", b"yes"})
 
@@ -99,12 +105,35 @@ class MissRecorder(Protocol):
     ) -> None: ...
 
 
+class RequestInsight(Protocol):
+    """Collects ended requests for the dashboard."""
+
+    def ended(
+        self, row: UsageRow, route: Route | None, query: RouteQuery | None, times: RequestTimes, num_retries: int
+    ) -> None: ...
+
+
+class StreamEndpoint(Protocol):
+    """An endpoint that sends its answer itself, and returns a reply only to refuse a request."""
+
+    async def answer(self, request: HttpRequest) -> Reply | None: ...
+
+
 class StoredObjects(Protocol):
     """What tenants keep in the store: responses, files and batches, or nothing."""
 
     async def create_response(self, request: HttpRequest, generate: Generate) -> None: ...
 
     async def answer(self, request: HttpRequest) -> Reply | None: ...
+
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+
+
+class CallObserver(Protocol):
+    """Told of every request that ended."""
+
+    def ended(self, call: Call) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +150,23 @@ class GatewayParts:
     meter: UsageLedger
     request_log: UsageRecorder
     metrics: GatewayMetrics
+    recorder: Recorder | NoRecorder
+    twin: CallObserver
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
     metrics_page: Endpoint
     usage: Endpoint
     registration: Endpoint
-    tokenize: Endpoint
+    tokenize: TokenizeEndpoint
     embeddings: EmbeddingsEndpoint
     doctor: CacheDoctor
     misses: MissRecorder
     objects: StoredObjects
+    insight: RequestInsight
+    insight_pages: Endpoint
+    live: StreamEndpoint
+    pages: Endpoint
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     store_works: Callable[[], bool] = lambda: True
@@ -329,7 +364,7 @@ class Gateway:
         if index is None or not query.keys:
             return query.num_tokens
         query.matches = index.match(query.keys)
-        held = max([match.blocks for match in query.matches.values()], default=0)
+        held = query.matches.most_blocks
         return max(1, query.num_tokens - held * query.block_tokens)
 
     def _record(self, exchange: Exchange) -> None:
@@ -342,6 +377,16 @@ class Gateway:
         parts.request_log.record(row)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
+        call = exchange.call
+        if call is None:
+            parts.insight.ended(row, None, None, RequestTimes(exchange.arrived_s), 0)
+        else:
+            times = RequestTimes(call.arrived_s, call.sent_s, call.handed_off_s, call.first_byte_s, call.streams)
+            parts.insight.ended(row, call.route, call.query, times, call.num_retries)
+            parts.twin.ended(call)
+            if row.ttft_ms is not None:
+                counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+                parts.recorder.answered(call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
 
     def _misses(self, exchange: Exchange) -> str:
         """Explain and count the uncached tokens of a request. Return the explanation for its row."""
@@ -370,12 +415,18 @@ class Gateway:
         path, parts = request.path, self._parts
         if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
             return preflight
-        if path == b"/health":
-            return self._health()
-        if path == b"/ready":
-            return self._ready()
+        if path in _PROBES:
+            if request.method == b"TRACE":
+                return method_not_allowed(path, request.method, [b"GET"])
+            return self._health() if path == b"/health" else self._ready()
         if path == b"/metrics":
             return await parts.metrics_page.answer(request)
+        if path in INSIGHT_PATHS:
+            return await parts.insight_pages.answer(request)
+        if path == STREAM_PATH:
+            return await parts.live.answer(request)
+        if path == b"/ui" or path.startswith(b"/ui/"):
+            return await parts.pages.answer(request)
         if path.startswith(b"/admin/"):
             return await parts.admin.answer(request)
         if path == b"/v1/usage":
@@ -383,7 +434,7 @@ class Gateway:
         if path == _REGISTER:
             return await parts.registration.answer(request)
         if path in TOKENIZE_PATHS:
-            return await parts.tokenize.answer(request)
+            return await parts.tokenize.answer(request, parts.objects.counted_body)
         if path in EMBEDDINGS_PATHS:
             return await parts.embeddings.answer(request)
         if path.startswith(OBJECT_PREFIXES):

@@ -172,7 +172,7 @@ def _group_kv(blocks: Tensor, place: GroupLayout, layout: KvLayout, dtype: torch
     pages = blocks.view(-1)[place.offset // blocks.itemsize :].view(dtype)
     values = place.page_bytes // pages.itemsize
     return GroupKv(
-        num_layers=place.group.num_layers,
+        num_layers=len(place.group.layers),
         num_segments=place.group.num_segments,
         num_heads=place.num_heads,
         width=place.group.width,

@@ -97,6 +97,43 @@ async def test_lines_that_wait_leave_the_key_its_concurrent_requests(tmp_path: P
         assert limiter.num_open == 0
 
 
+async def test_a_defect_does_not_stop_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected error in the loop, in a whole batch, and in a line: each is counted, and the others go on."""
+    monkeypatch.setattr("stoker.base.long_task._PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr("stoker.gateway.objects.batch_runner._DEFECT_S", 0.01)
+    monkeypatch.setattr("stoker.gateway.objects.batch_runner._RETRY_S", 0.01)
+    async with stored_world(tmp_path / "s.db", FakeChat()) as world:
+        runner = world.gateway._parts.objects.batches.runner
+        real_look, real_read, real_run = runner._look, runner._files.read_input, runner._run
+        assert real_run is not None
+        failures = {"batches": 2, "batch_job": 2}
+
+        def fails(name: str) -> None:
+            failures[name] -= 1
+            if failures[name] >= 0:
+                raise KeyError(name)
+
+        async def look() -> None:
+            fails("batches")
+            await real_look()
+
+        async def read(batch: Any) -> None:
+            fails("batch_job")
+            await real_read(batch)
+
+        async def run(request: HttpRequest) -> None:
+            if b"line 1" in request.body:
+                raise KeyError("batch_line")
+            await real_run(request)
+
+        runner._look, runner._files.read_input, runner._run = look, read, run
+        batch = await ended(world, await begin(world, [line(f"id-{i}", f"line {i}") for i in range(3)]))
+        assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        [failed] = await content(world, batch["error_file_id"])
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("id-1", 500)
+        assert runner._errors.counts == {"batches": 2, "batch_job": 2, "batch_line": 3}
+
+
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [

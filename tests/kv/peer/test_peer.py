@@ -38,7 +38,7 @@ from kv.peer_world import (
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import HeadSlice, KvLayout
+from stoker.kv.blocks.layout import BlockSlice, KvLayout
 from stoker.kv.blocks.transfer import KvTicket, PeerUnavailable
 from stoker.kv.peer.block_bytes import BlockSink
 from stoker.kv.peer.lease_book import LeaseView
@@ -301,7 +301,7 @@ def test_blocks_of_a_lease_that_ends_during_the_read_do_not_count(monkeypatch: p
     def copy_and_lose(
         self: LocalLink,
         blocks: Sequence[BlockId],
-        part: HeadSlice,
+        part: BlockSlice,
         checksums: Sequence[int],
         sink: BlockSink,
         first: int,
@@ -414,16 +414,17 @@ def test_ranks_that_lack_some_of_our_heads_are_refused() -> None:
     half = World(ServerSetup(rank(LAYOUT, 0, 2), settings=TCP))
     half.leases.put("L", keys(2), block_ids(1, 2), 2, True)
     with closing(puller := Puller(settings=TCP), half):
-        with pytest.raises(PeerUnavailable, match="heads 2 to 4") as refused:
+        with pytest.raises(PeerUnavailable, match="heads 0 to 4 of layers 0 to 3") as refused:
             puller.pull(half.ticket(), keys(2), block_ids(0, 1))
-        assert refused.value.code == "kv_heads_missing"
+        assert refused.value.code == "kv_ranks_missing"
 
 
 def test_without_one_of_several_ranks_no_block_is_pulled() -> None:
     ranks = [World(ServerSetup(rank(LAYOUT, number, 2), settings=TCP, engine_id="one")) for number in range(2)]
     ranks[0].leases.put("L", keys(2), block_ids(1, 2), 2, True)
     ranks[1].leases.put("L", keys(2), block_ids(1, 2), 1, True)
-    ticket = replace(ranks[0].ticket(), address=",".join(one.server.address for one in ranks))
+    ranks[0].join([ranks[1].server.address])
+    ticket = ranks[0].ticket()
     with closing(puller := Puller(settings=TCP), *ranks):
         assert puller.pull(ticket, keys(2), block_ids(0, 1)) == [True, False]
         ranks[1].close()
