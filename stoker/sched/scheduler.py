@@ -674,6 +674,7 @@ class Scheduler:
         if seq.state is SequenceState.WAITING:
             del self._waiting[seq]
         else:
+            self._prefixes.offer_last(seq)
             self._release_row(seq)
         seq.state = SequenceState.DONE
         del self._by_id[seq.request.request_id]
