@@ -36,7 +36,7 @@ from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.admission.key_watch import KeyWatch, NoKeyWatch
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
+from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret, read_secrets
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.duties import Duties
@@ -180,8 +180,8 @@ class GatewayServer:
 def build_gateway(config: GatewayConfig) -> GatewayServer:
     """Create all components of a gateway. Opens the store, but no sockets of its own."""
     clock, name = time.monotonic, gateway_name()
-    admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
-    metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
+    admin_token = AdminToken(read_secrets(config.admin_token_file, "admin_token_file"))
+    metrics_token = AdminToken(read_secrets(config.metrics_token_file, "metrics_token_file"), "metrics")
     secret = read_fleet_secret(config.secret_file, "--secret-file")
     fleet_key = None if secret is None else FleetKey(secret)
     signers = WorkerSigners(fleet_key)

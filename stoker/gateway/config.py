@@ -622,16 +622,23 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Gatew
 
 
 def read_secret(path: Path | None, what: str) -> str | None:
-    """Read a token or a secret from its file, without surrounding white space. `what` is the setting that errors name."""
+    """Read the token or secret to send from its file: the first line. `what` is the setting that errors name."""
+    lines = read_secrets(path, what)
+    return lines[0] if lines else None
+
+
+def read_secrets(path: Path | None, what: str) -> tuple[str, ...]:
+    """Read the tokens to accept from their file, one in each line: while a token is replaced, there are two."""
     if path is None:
-        return None
+        return ()
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what}={path}: cannot be read: {error}") from error
-    if not text:
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not lines:
         raise ConfigError(f"{what}={path}: the file is empty; write a secret into it")
-    return text
+    return lines
 
 
 def _unique(where: str, names: Sequence[str]) -> None:
