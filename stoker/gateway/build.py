@@ -244,7 +244,10 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         config.process_ports,
         [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
     )
-    aliases = ModelAliases({one.name: one.model for one in config.alias})
+    aliases = ModelAliases(
+        {one.name: one.model for one in config.alias if one.share == 1},
+        {one.name: (one.model, one.share) for one in config.alias if one.share < 1},
+    )
     model_of = partial(requested_model, fleet=fleet, aliases=aliases)
     objects = _objects(config, threads, keys, name, model_of, errors)
     cors = CorsRules(config.listen.cors_origin)

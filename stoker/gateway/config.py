@@ -508,9 +508,19 @@ class AliasSettings:
         expected="a model name",
     )
     model: str = required("The served model.", pattern=".{1,512}", expected="a model name")
+    share: float = setting(
+        1.0,
+        "Share of the requests that go to this model. Below 1 it is a canary, beside another entry or a model of this name.",
+        gt=0,
+        le=1,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "alias")
+        if self.share < 1 and self.name.endswith("*"):
+            raise ConfigError(
+                f"alias {self.name!r}: a name that ends in * cannot have a share; give each name its own entry"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,7 +594,8 @@ class GatewayConfig:
         _unique("key.name", [one.name for one in self.key])
         _unique("tenant.name", [one.name for one in self.tenant])
         _unique("price.model", [one.model for one in self.price])
-        _unique("alias.name", [one.name for one in self.alias])
+        _unique("alias.name", [one.name for one in self.alias if one.share == 1])
+        _unique("alias.name (with a share)", [one.name for one in self.alias if one.share < 1])
         _ = self.store_location  # refuses a wrong URL
         for key in self.key:
             if self.store == "none" and (key.budget is not None or key.session_budget is not None):
