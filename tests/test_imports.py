@@ -71,7 +71,9 @@ TABLE = {
     "routing": Allowed("fleet", light=True),
     "replay": Allowed("fleet routing", "msgspec", light=True),
     "autoscale": Allowed("fleet", light=True),
-    "gateway": Allowed("autoscale routing replay fleet text proto kv.blocks", "msgspec", light=True),
+    "gateway": Allowed(
+        "autoscale routing replay sim.live_twin sim.calibration fleet text proto kv.blocks", "msgspec", light=True
+    ),
     "gateway.http": Allowed("", "", light=True),
     "gateway.api": Allowed("proto", "msgspec", light=True),
     "gateway.prefix": Allowed("gateway.api fleet text proto kv.blocks", "msgspec xxhash", light=True),
@@ -89,9 +91,13 @@ TABLE = {
     "gateway.doctor": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.admission.prices routing fleet proto", "msgspec", light=True
     ),
+    "gateway.insight": Allowed(
+        f"{GATEWAY_BASE} gateway.admission gateway.records routing fleet proto", "msgspec", light=True
+    ),
+    "gateway.ui": Allowed("gateway.api", "", light=True),
     "gateway.path": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"
-        " fleet proto kv.blocks replay.recorder",
+        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor"
+        " gateway.insight routing fleet proto kv.blocks replay.recorder",
         "msgspec",
         light=True,
     ),

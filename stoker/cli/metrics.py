@@ -31,8 +31,8 @@ for these metrics, made by `stoker metrics --grafana` and `stoker metrics --aler
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--grafana", action="store_true", help="print a Grafana dashboard (JSON)")
-    output.add_argument("--alerts", action="store_true", help="print alerting rules for Prometheus (YAML)")
+    output.add_argument("--grafana", action="store_true", help="Print a Grafana dashboard (JSON).")
+    output.add_argument("--alerts", action="store_true", help="Print alerting rules for Prometheus (YAML).")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gateway_families() -> list[MetricFamily]:
-    """Return the metrics of a gateway that has a store."""
+    """Return the metrics of a gateway that has a store and a live twin."""
     from stoker.gateway.build import build_gateway
-    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.config import GatewayConfig, TwinSettings
     from stoker.observe.metric_catalog import read_families
 
     async def page(folder: Path) -> bytes:
-        server = build_gateway(GatewayConfig(state_dir=folder, log_requests=False))
+        server = build_gateway(GatewayConfig(state_dir=folder, log_requests=False, twin=TwinSettings(enabled=True)))
         try:
             return server.metrics.render()
         finally:

@@ -28,6 +28,8 @@ from itertools import chain, islice
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.lost_blocks import BlockLosses, LossCause, NoLosses
+from stoker.fleet.prefix_matches import Match as Match
+from stoker.fleet.prefix_matches import PrefixMatches, Runs
 
 Key = int | bytes
 
@@ -36,19 +38,6 @@ _TIERS = {"GPU": _DEVICE, "CPU": _HOST, "CPU_PINNED": _HOST}  # any other medium
 _BATCH = 64  # smallest number of blocks to drop at once: reaching the front of a large dict is slow
 _BATCH_SHARE = 512  # from a large dict, drop at least 1/512 of it
 _RECENT_BLOCKS = 16_384  # after this number of stored blocks, the counts of stored and evicted blocks are halved
-
-
-@dataclass(slots=True)
-class Match:
-    """How many leading blocks of a conversation one worker holds. Each tier counts only blocks not in a faster tier."""
-
-    device_blocks: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
-
-    @property
-    def blocks(self) -> int:
-        return self.device_blocks + self.host_blocks + self.disk_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +72,7 @@ class PrefixIndex:
         self._holders: dict[WorkerId, _Holder] = {}
         self._stores: dict[str, _Holder] = {}
         self._ids: dict[int, WorkerId] = {}  # worker by bit
+        self._bits: dict[WorkerId, int] = {}  # and bit by worker
         self._masks: tuple[dict[Key, int], ...] = ({}, {}, {})
         self._branches: dict[Key, int] = {}
         self._all = 0  # the bits of all workers
@@ -96,26 +86,18 @@ class PrefixIndex:
 
     # ---- reading
 
-    def match(self, keys: Sequence[Key]) -> dict[WorkerId, Match]:
+    def match(self, keys: Sequence[Key]) -> PrefixMatches:
         """Return a Match for every worker that has at least the first block, in its own tiers or in a shared store."""
-        if not keys:
-            return {}
-        ids, (device_masks, host_masks, disk_masks) = self._ids, self._masks
+        device_masks, host_masks, disk_masks = self._masks
         device = self._walk(keys, device_masks, ())
-        if not (host_masks or disk_masks):
-            return {ids[bit]: Match(count) for bit, count in device.items()}
         host = self._walk(keys, device_masks, (host_masks,)) if host_masks else device
         disk = self._walk(keys, device_masks, (host_masks, disk_masks)) if disk_masks else host
-        found = {}
-        for bit, count in disk.items():
-            in_device = device.get(bit, 0)
-            in_host = host.get(bit, in_device)
-            found[ids[bit]] = Match(in_device, in_host - in_device, count - in_host)
-        return found
+        return PrefixMatches(self._bits, self._ids, device, host, disk)
 
-    def _walk(self, keys: Sequence[Key], masks: dict[Key, int], below: Sequence[dict[Key, int]]) -> dict[int, int]:
-        """Return, by worker bit, the number of leading blocks that the worker has in any of these tiers, if not zero."""
-        left, count, found = self._all, 0, {}
+    def _walk(self, keys: Sequence[Key], masks: dict[Key, int], below: Sequence[dict[Key, int]]) -> Runs:
+        """Return the workers by the number of leading blocks that they have in any of these tiers, if not zero."""
+        left, count = self._all, 0
+        found: list[tuple[int, int]] = []
         stores = list(self._stores.values()) if below else ()
         holders_of = masks.get
         for key in keys:
@@ -128,17 +110,13 @@ class PrefixIndex:
                         holders |= store.members
                 lost = left & ~holders
                 left ^= lost
-                while lost and count:
-                    bit = lost & -lost
-                    found[bit] = count
-                    lost ^= bit
+                if lost and count:
+                    found.append((lost, count))
                 if not left:
                     break
             count += 1
-        while left and count:
-            bit = left & -left
-            found[bit] = count
-            left ^= bit
+        if left and count:
+            found.append((left, count))
         return found
 
     def num_confirmed(self, worker_id: WorkerId, keys: Sequence[Key], blocks: int) -> int:
@@ -262,7 +240,7 @@ class PrefixIndex:
             self._empty(holder, "left")
             left, holder.stores = holder.stores, {}
             self._leave(holder, left.values())
-            del self._ids[holder.bit]
+            del self._ids[holder.bit], self._bits[worker_id]
             self._all ^= holder.bit
             self._taken ^= holder.bit
 
@@ -280,6 +258,7 @@ class PrefixIndex:
         if holder is None:
             holder = self._holders[worker_id] = _Holder(self._new_bit())
             self._ids[holder.bit] = worker_id
+            self._bits[worker_id] = holder.bit
             self._all |= holder.bit
         return holder
 

@@ -21,6 +21,7 @@ from stoker.base.settings import from_table
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import Role
+from stoker.gateway.admission.admin_access import admin_refusal
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.endpoint import EndpointRequest
@@ -52,7 +53,6 @@ from stoker.routing.router import Router
 _MAX_ROUTES = 1000
 _AUDIT_PATH = b"/admin/audit"
 _AUDIT_BYTES = 512
-_NO_TOKEN = "Admin requests need the admin token: send it as `Authorization: Bearer TOKEN`."
 
 log = EventLog("admin")
 
@@ -100,11 +100,9 @@ class AdminEndpoint:
         }
 
     async def answer(self, request: EndpointRequest) -> Reply:
-        if not self._token.configured:
-            message = "The admin API is disabled: start the gateway with --admin-token-file."
-            return error_reply(404, message, code="unknown_url")
-        if not self._token.allows(request):
-            return error_reply(401, _NO_TOKEN, code="invalid_admin_token")
+        refusal = admin_refusal(self._token, request)
+        if refusal is not None:
+            return refusal
         handler = self._routes.get((request.method, request.path))
         if handler is None:
             allowed = sorted({method for method, path in self._routes if path == request.path})
@@ -136,7 +134,8 @@ class AdminEndpoint:
     # ---- reading
 
     def _status(self, request: EndpointRequest, query: dict[str, str]) -> GatewayStatus:
-        return self._view.status()
+        changes = sorted({path.decode() for method, path in self._routes if method == b"POST"})
+        return msgspec.structs.replace(self._view.status(), changes=changes)
 
     def _fleet(self, request: EndpointRequest, query: dict[str, str]) -> WorkerList:
         now = self._view.clock()

@@ -42,6 +42,12 @@ from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.duties import Duties
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges, add_task_counters
 from stoker.gateway.http import Server, ServerLimits
+from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
+from stoker.gateway.insight.insight_book import InsightBook
+from stoker.gateway.insight.insight_endpoint import InsightEndpoint
+from stoker.gateway.insight.kv_pages import KvPages
+from stoker.gateway.insight.latency_goals import LatencyGoals
+from stoker.gateway.insight.live_stream import LiveStream
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
@@ -75,6 +81,8 @@ from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.store.watched import WatchedStore
+from stoker.gateway.twin_watch import make_twin
+from stoker.gateway.ui.static_pages import StaticPages
 from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
@@ -117,6 +125,7 @@ class GatewayServer:
     deciding: RoutingClasses
     request_log: RequestLog | NoRequestLog
     tracing: Tracing
+    live: LiveStream
     tls: ssl.SSLContext | None
 
     @property
@@ -141,6 +150,7 @@ class GatewayServer:
         self.key_watch.start()
         self.retention.start()
         self.scaling.start()
+        self.live.start()
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
         self.objects.open(self.gateway.generate, self.gateway.run_line)
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
@@ -164,6 +174,7 @@ class GatewayServer:
         await self.membership.close()
         await self.key_watch.close()
         await self.retention.close()
+        await self.live.close()
         await self.proxy.close()
         await self.leases.close()
         self.group.close()
@@ -251,6 +262,13 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     model_of = partial(requested_model, fleet=fleet, aliases=aliases)
     objects = _objects(config, threads, keys, name, model_of, errors)
     cors = CorsRules(config.listen.cors_origin)
+    gauges = partial(
+        read_fleet_gauges, fleet, load_book, clock, lambda: state.num_running, lambda: admission.num_waiting
+    )
+    goals = LatencyGoals(1e3 * config.autoscale.ttft_s, 1e3 * config.autoscale.itl_s)
+    insight = InsightBook(metrics, prices, goals, gauges, currency=config.meter.currency, has_prices=bool(config.price))
+    live = LiveStream(admin_token, insight)
+    kv_pages = KvPages(fleet, insight.reuse, watchers.metrics_page, clock)
     gateway = Gateway(
         GatewayParts(
             fleet=fleet,
@@ -264,6 +282,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             request_log=request_log,
             metrics=metrics,
             recorder=deciding.recorder,
+            twin=make_twin(config.twin, fleet, metrics, clock),
             tracing=tracing,
             state=state,
             admin=GroupEndpoint(AdminEndpoint(admin_token, view, threads), group),
@@ -289,6 +308,10 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             doctor=doctor,
             misses=misses,
             objects=objects,
+            insight=insight,
+            insight_pages=GroupEndpoint(InsightEndpoint(admin_token, insight, kv_pages), group),
+            live=live,
+            pages=StaticPages(),
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             store_works=lambda: store is None or store.trouble is None,
@@ -335,6 +358,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         deciding=deciding,
         request_log=request_log,
         tracing=tracing,
+        live=live,
         tls=tls,
     )
 

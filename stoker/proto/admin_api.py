@@ -1,4 +1,4 @@
-"""The answers of the gateway's `/admin/status`, `/admin/fleet` and `/admin/misses`, which `stoker` commands read.
+"""The answers of the gateway's admin API that `stoker` commands and the dashboard read.
 
 Fields that a gateway of another version may not have need a default.
 """
@@ -10,6 +10,8 @@ import msgspec
 ADMIN_STATUS_PATH = "/admin/status"
 ADMIN_FLEET_PATH = "/admin/fleet"
 ADMIN_MISSES_PATH = "/admin/misses"
+ADMIN_SERIES_PATH = "/admin/series"
+ADMIN_NOW_PATH = "/admin/now"
 ADMIN_DRAIN_PATH = "/admin/drain"
 ADMIN_UNDRAIN_PATH = "/admin/undrain"
 ADMIN_ROLE_PATH = "/admin/role"
@@ -30,6 +32,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None  # the file or URL of the store
     store_trouble: str | None = None  # why the store does not work, if it does not
     ledger_pending_rows: int = 0
+    changes: list[str] = []  # the paths of the admin API that change something, so that a client shows only what works
 
 
 class ReportedLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +146,29 @@ class MissList(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[KeyMisses] = []
 
 
+class SeriesAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Points over time. `columns` has one list for each name, with null where nothing is known."""
+
+    step_s: int
+    times_s: list[float]  # the start of each point, as Unix time
+    columns: dict[str, list[float | None]]
+
+
+class NowAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The last minute in numbers, and one sentence about what limits the fleet."""
+
+    time_s: float  # Unix time
+    bottleneck: str
+    values: dict[str, float | None]  # of the last minute; the names are those of the series
+    point: dict[str, float | None]  # of the last second
+    currency: str = "USD"
+    has_prices: bool = False
+    ttft_goal_ms: float = 0.0
+    itl_goal_ms: float = 0.0
+
+
+decode_series = msgspec.json.Decoder(SeriesAnswer).decode
+decode_now = msgspec.json.Decoder(NowAnswer).decode
 decode_gateway_status = msgspec.json.Decoder(GatewayStatus).decode
 decode_worker_list = msgspec.json.Decoder(WorkerList).decode
 decode_scale_wishes = msgspec.json.Decoder(ScaleWishes).decode

@@ -7,6 +7,7 @@ a conversation is the list of its prefix keys, which are hashes, and a session's
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -19,11 +20,13 @@ from stoker.fleet.fleet import CandidatePool, Fleet, FleetSettings, Member
 from stoker.fleet.load_book import LoadBook, Reservation, WorkerLoad
 from stoker.fleet.lost_blocks import BlockLosses
 from stoker.fleet.prefix_index import Key, PrefixIndex
+from stoker.fleet.prefix_matches import PrefixMatches
 from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
+KEPT_MATCHES = 10_000  # lookups whose requests may still be routed
 _MAX_KEYS = 1_000_000  # remembered; then the table of keys begins anew
 QUERY_FIELDS = tuple(one.name for one in fields(RouteQuery) if one.name not in ("keys", "matches"))
 
@@ -40,6 +43,8 @@ class Recorder:
         self._sink = sink
         self._inside = False
         self._key_ids: dict[Key, int] = {}
+        self._matches: OrderedDict[int, tuple[int, PrefixMatches]] = OrderedDict()  # by id of the object
+        self._num_matches = 0
         self._routes: dict[int, int] = {}  # id of a route object -> its number, until the request has ended
         self._num_routes = 0
 
@@ -79,6 +84,20 @@ class Recorder:
             for key in keys[known:]:
                 parent = ids[key] = len(ids)
         return parent
+
+    def matched(self, model: str, keys: Sequence[Key], matches: PrefixMatches) -> None:
+        """Note a lookup in an index whose result may become part of a query."""
+        if self._inside:
+            return
+        self._sink.write(["match", model, self.conversation(keys)])
+        self._matches[id(matches)] = self._num_matches, matches
+        self._num_matches += 1
+        if len(self._matches) > KEPT_MATCHES:
+            self._matches.popitem(last=False)
+
+    def match_number(self, matches: PrefixMatches | None) -> int | None:
+        """Return the number of a lookup. None: the router looks the conversation up itself."""
+        return None if matches is None else self._matches[id(matches)][0]
 
     def routed(self, route: Route) -> None:
         self._routes[id(route)] = self._num_routes
@@ -245,6 +264,11 @@ class RecordedIndex(PrefixIndex):
         self._recorder = recorder
         self.model = model
 
+    def match(self, keys: Sequence[Key]) -> PrefixMatches:
+        matches = super().match(keys)
+        self._recorder.matched(self.model, keys, matches)
+        return matches
+
     def stored(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
         keys = list(keys)
         with self._recorder.call("stored", self.model, worker_id, keys, medium):
@@ -309,9 +333,7 @@ class RecordedRouter(Router):
     def route(self, query: RouteQuery, now: float) -> Route:
         query = replace(query, session=_hashed(query.session), parent_session=_hashed(query.parent_session))
         last_key = self._recorder.conversation(query.keys)
-        matches = None
-        if query.matches is not None:
-            matches = {name: [m.device_blocks, m.host_blocks, m.disk_blocks] for name, m in query.matches.items()}
+        matches = self._recorder.match_number(query.matches)
         given = [_plain(getattr(query, name)) for name in QUERY_FIELDS]
         try:
             with self._recorder.call("route", now, last_key, matches, given):

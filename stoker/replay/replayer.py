@@ -18,9 +18,10 @@ from stoker.base.errors import ConfigError, StokerError
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook, Reservation
-from stoker.fleet.prefix_index import Key, Match
+from stoker.fleet.prefix_index import Key
+from stoker.fleet.prefix_matches import PrefixMatches
 from stoker.fleet.spec import LoadReport, Role, WorkerSpec
-from stoker.replay.recorder import QUERY_FIELDS
+from stoker.replay.recorder import KEPT_MATCHES, QUERY_FIELDS
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
@@ -78,7 +79,8 @@ class Replayer:
         self._reservations: dict[int, list[Reservation]] = {}
         self._num_reservations = 0
         self._keys: list[tuple[Key, int]] = []
-        self._query: tuple[RouteQuery, float] | None = None
+        self._matches: dict[int, PrefixMatches] = {}
+        self._num_matches = 0
         self._replayed: Route | str = ""
         self._requests: list[RecordedRequest] = []
         self.summary = ReplaySummary()
@@ -112,14 +114,18 @@ class Replayer:
             found.append(key)
         return found[::-1]
 
-    def _on_route(self, now: float, last_key: int, matches: dict[str, list[int]] | None, given: list[Any]) -> None:
+    def _on_match(self, model: str, last_key: int) -> None:
+        self._matches[self._num_matches] = self._indexes[model].match(self._conversation(last_key))
+        self._num_matches += 1
+        self._matches.pop(self._num_matches - KEPT_MATCHES - 1, None)
+
+    def _on_route(self, now: float, last_key: int, matched: int | None, given: list[Any]) -> None:
         options = dict(zip(QUERY_FIELDS, given, strict=True))
         options["excluded"] = frozenset(options["excluded"])
         if options["needs_dialect"] is not None:
             options["needs_dialect"] = frozenset(options["needs_dialect"])
         query = RouteQuery(keys=self._conversation(last_key), **options)
-        if matches is not None:
-            query.matches = {WorkerId(name): Match(*counts) for name, counts in matches.items()}
+        query.matches = None if matched is None else self._matches[matched]
         self._requests.append(RecordedRequest(now, query, is_retry=bool(query.excluded)))
         try:
             self._replayed = self._router.route(query, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,8 @@ from stoker.base.errors import NotFound, Overloaded
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
 from stoker.fleet.load_book import Reservation
-from stoker.fleet.prefix_index import Key, Match
+from stoker.fleet.prefix_index import Key
+from stoker.fleet.prefix_matches import PrefixMatches
 
 
 class ModelNotFound(NotFound):
@@ -41,10 +42,9 @@ class RouteQuery:
     parent_session: str | None = None
     excluded: frozenset[WorkerId] = frozenset()  # workers that failed this request already
     needs_dialect: frozenset[str] | None = None  # for a resume: only workers of these dialects can continue
-    brings_kv: bool = (
-        False  # a worker that drains holds the KV of all tokens for it, so that no prefill worker is needed
-    )
-    matches: Mapping[WorkerId, Match] | None = None  # the index's answer for `keys`, if the caller has looked it up
+    # A worker that drains holds the KV of all tokens for it, so that no prefill worker is needed.
+    brings_kv: bool = False
+    matches: PrefixMatches | None = None  # the index's answer for `keys`, if the caller has looked it up
 
 
 class Reason(NamedTuple):
@@ -97,7 +97,7 @@ class Route:
     prefill: Leg | None  # None: the decode leg's worker computes the prompt too
     policy: str
     reasons: list[Reason]
-    matches: Mapping[WorkerId, Match]  # what the workers held when the route was chosen
+    matches: PrefixMatches  # what the workers held when the route was chosen
     routed_s: float
 
     def first_token(self, now: float) -> None:

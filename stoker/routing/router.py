@@ -19,7 +19,8 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook, WorkerLoad
 from stoker.fleet.lost_blocks import BlockLosses
-from stoker.fleet.prefix_index import Match, PrefixIndex
+from stoker.fleet.prefix_index import PrefixIndex
+from stoker.fleet.prefix_matches import PrefixMatches
 from stoker.fleet.spec import Role
 from stoker.routing.candidate import Candidate, PrefixInfo
 from stoker.routing.cluster import ClusterLevel
@@ -56,7 +57,7 @@ class _Lookup:
     """A query, and what the prefix index knows about it."""
 
     query: RouteQuery
-    matches: Mapping[WorkerId, Match]
+    matches: PrefixMatches
     index: PrefixIndex
     prefix: PrefixInfo
     now: float
@@ -132,8 +133,7 @@ class Router:
         matches = index.match(query.keys) if query.matches is None else query.matches
         branches = 0
         if matches:
-            most_blocks = max([match.blocks for match in matches.values()])
-            branches = index.branches(query.keys[most_blocks - 1])
+            branches = index.branches(query.keys[matches.most_blocks - 1])
         return _Lookup(query, matches, index, PrefixInfo(branches, index.evicting), now)
 
     def _choose(self, lookup: _Lookup, candidates: Sequence[Candidate]) -> LegChoice:

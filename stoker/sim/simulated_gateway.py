@@ -7,14 +7,14 @@ partly sent continues where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stoker.base.errors import Overloaded
 from stoker.base.ids import BlockKey, RequestId, WorkerId
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
-from stoker.fleet.prefix_index import Match
+from stoker.fleet.prefix_matches import PrefixMatches
 from stoker.fleet.spec import LoadReport, WorkerSpec
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.admission.fair_queue import ADMITTED, WAITING, FairQueue, Ticket
@@ -131,7 +131,7 @@ class SimulatedGateway:
     def _admit(self, call: SimCall) -> None:
         now_s = self._loop.now_s
         matches = self._index.match(call.keys)
-        cached = max([match.blocks for match in matches.values()], default=0) * self._block_tokens
+        cached = matches.most_blocks * self._block_tokens
         uncached = max(1, len(call.token_ids) - cached)
         try:
             ticket = self._queue.offer(call.tenant, 1.0, uncached, 0, now_s, self._admission.queue_s, False)
@@ -172,7 +172,7 @@ class SimulatedGateway:
 
     # ---- to the workers
 
-    def _route(self, call: SimCall, matches: Mapping[WorkerId, Match] | None = None) -> None:
+    def _route(self, call: SimCall, matches: PrefixMatches | None = None) -> None:
         query = RouteQuery(
             model=MODEL,
             keys=call.keys,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mocks import MockWorker, Script
@@ -30,6 +31,9 @@ from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, 
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
+from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
+from stoker.gateway.insight.insight_book import InsightBook
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.dialects.dialect import resuming_dialects
@@ -49,6 +53,8 @@ from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.gateway.twin_watch import NoTwin
+from stoker.gateway.ui.static_pages import StaticPages
 from stoker.replay.recorder import NoRecorder
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
@@ -140,6 +146,8 @@ class World:
             self.moves,
             hints or HandoffHints(),
         )
+        gauges = partial(read_fleet_gauges, self.fleet, self.ledger, clock, lambda: 0, lambda: 0)
+        self.insight = InsightBook(self.metrics, PriceList(), LatencyGoals(), gauges)
         self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
@@ -184,7 +192,12 @@ class World:
                 doctor=doctor,
                 misses=self.misses,
                 recorder=NoRecorder(),
+                twin=NoTwin(),
                 objects=NoObjects(),
+                insight=self.insight,
+                insight_pages=Nothing(),
+                live=Nothing(),
+                pages=StaticPages(),
                 hidden_tokens=1000,
                 max_model_tokens=self.max_model_tokens.get,
                 clock=clock,

@@ -159,7 +159,7 @@ READERS = {
         "usable_in_s",
     ),  # of the fleet
     *("changes_by_reading", "totals"),  # of the load book
-    *("branches", "evicting", "match", "num_confirmed"),  # of an index
+    *("branches", "evicting", "num_confirmed"),  # of an index
 }
 ONLY_THE_ROUTER_CALLS = {"begin_request", "routed"}
 

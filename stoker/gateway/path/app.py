@@ -33,6 +33,9 @@ from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.insight.insight_endpoint import INSIGHT_PATHS
+from stoker.gateway.insight.live_stream import STREAM_PATH
+from stoker.gateway.insight.request_digest import RequestTimes
 from stoker.gateway.objects.response_runs import Generate
 from stoker.gateway.objects.tenant_objects import OBJECT_PREFIXES
 from stoker.gateway.path.billing import billed_usage
@@ -60,7 +63,7 @@ from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.replay.recorder import NoRecorder, Recorder
-from stoker.routing.query import RouteQuery
+from stoker.routing.query import Route, RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
@@ -102,6 +105,20 @@ class MissRecorder(Protocol):
     ) -> None: ...
 
 
+class RequestInsight(Protocol):
+    """Collects ended requests for the dashboard."""
+
+    def ended(
+        self, row: UsageRow, route: Route | None, query: RouteQuery | None, times: RequestTimes, num_retries: int
+    ) -> None: ...
+
+
+class StreamEndpoint(Protocol):
+    """An endpoint that sends its answer itself, and returns a reply only to refuse a request."""
+
+    async def answer(self, request: HttpRequest) -> Reply | None: ...
+
+
 class StoredObjects(Protocol):
     """What tenants keep in the store: responses, files and batches, or nothing."""
 
@@ -111,6 +128,12 @@ class StoredObjects(Protocol):
 
     async def counted_body(self, caller: Caller, body: bytes) -> bytes:
         """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+
+
+class CallObserver(Protocol):
+    """Told of every request that ended."""
+
+    def ended(self, call: Call) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +151,7 @@ class GatewayParts:
     request_log: UsageRecorder
     metrics: GatewayMetrics
     recorder: Recorder | NoRecorder
+    twin: CallObserver
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
@@ -139,6 +163,10 @@ class GatewayParts:
     doctor: CacheDoctor
     misses: MissRecorder
     objects: StoredObjects
+    insight: RequestInsight
+    insight_pages: Endpoint
+    live: StreamEndpoint
+    pages: Endpoint
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     store_works: Callable[[], bool] = lambda: True
@@ -336,7 +364,7 @@ class Gateway:
         if index is None or not query.keys:
             return query.num_tokens
         query.matches = index.match(query.keys)
-        held = max([match.blocks for match in query.matches.values()], default=0)
+        held = query.matches.most_blocks
         return max(1, query.num_tokens - held * query.block_tokens)
 
     def _record(self, exchange: Exchange) -> None:
@@ -347,11 +375,18 @@ class Gateway:
         exchange.trace.end(row.status, row.error)
         parts.metrics.ended(row)
         parts.request_log.record(row)
-        if exchange.call is not None and row.ttft_ms is not None:
-            counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
-            parts.recorder.answered(exchange.call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
+        call = exchange.call
+        if call is None:
+            parts.insight.ended(row, None, None, RequestTimes(exchange.arrived_s), 0)
+        else:
+            times = RequestTimes(call.arrived_s, call.sent_s, call.handed_off_s, call.first_byte_s, call.streams)
+            parts.insight.ended(row, call.route, call.query, times, call.num_retries)
+            parts.twin.ended(call)
+            if row.ttft_ms is not None:
+                counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+                parts.recorder.answered(call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
 
     def _misses(self, exchange: Exchange) -> str:
         """Explain and count the uncached tokens of a request. Return the explanation for its row."""
@@ -386,6 +421,12 @@ class Gateway:
             return self._health() if path == b"/health" else self._ready()
         if path == b"/metrics":
             return await parts.metrics_page.answer(request)
+        if path in INSIGHT_PATHS:
+            return await parts.insight_pages.answer(request)
+        if path == STREAM_PATH:
+            return await parts.live.answer(request)
+        if path == b"/ui" or path.startswith(b"/ui/"):
+            return await parts.pages.answer(request)
         if path.startswith(b"/admin/"):
             return await parts.admin.answer(request)
         if path == b"/v1/usage":

@@ -167,6 +167,8 @@ class Legs:
             self._begin_prefill(upstream)
         span = call.trace.begin("leg.prefill" if leg is self.prefill else "leg.decode")
         began_s = self._services.clock()
+        if call.sent_s is None:
+            call.sent_s = began_s
         try:
             answer = await upstream.pool.send(
                 b"POST",
@@ -265,16 +267,21 @@ class Legs:
         """
         request = self.call.request
         write, has_begun, sent_bytes = request.write, False, 0
+        clock, saw_gap, last_s = self._services.clock, self._services.metrics.itl_s.observe, self.call.last_piece_s
 
         def sink(data: bytes) -> None:
-            nonlocal has_begun, sent_bytes
+            nonlocal has_begun, sent_bytes, last_s
             shown = push(data)
             if shown:
                 sent_bytes += len(shown)
+                now = clock()
+                if last_s is not None:
+                    saw_gap(now - last_s)
+                last_s = now
                 if not has_begun:
                     has_begun = True
                     self.begin(answer)
-                    self._services.fleet.saw_first_token(leg.worker.worker_id, self._services.clock())
+                    self._services.fleet.saw_first_token(leg.worker.worker_id, now)
                 write(shown)
 
         request.on_pause, request.on_resume = answer.pause, answer.resume
@@ -291,6 +298,7 @@ class Legs:
         finally:
             request.on_pause = request.on_resume = None
             self.call.sent_bytes += sent_bytes
+            self.call.last_piece_s = last_s
 
     def done(self, leg: Leg, answer: WorkerResponse) -> None:
         """Mark a leg as successful."""
@@ -329,6 +337,7 @@ class Legs:
         now = self._services.clock()
         self.prefill.reservation.end(now)
         if handed_off:
+            self.call.handed_off_s = now
             self._computed_prompt(now)
             self.has_handed_off = True
             self._transfer = self.call.trace.begin("transfer")

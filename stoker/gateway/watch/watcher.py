@@ -118,6 +118,14 @@ class Watcher:
     def info(self) -> WorkerInfo | None:
         return self._info
 
+    async def metrics_page(self) -> bytes | None:
+        """Return the worker's /metrics, or None if it does not answer."""
+        try:
+            status, page = await self._get(b"/metrics")
+        except (Unreachable, NoSocketLeft, ResponseLost, TimeoutError):
+            return None
+        return page if status == 200 else None
+
     def refresh(self) -> None:
         """Read everything again: the worker is a new process, so what is known may be outdated."""
         self._is_reported = False

@@ -79,6 +79,11 @@ class Watchers:
         watcher = self._watchers.get(worker_id)
         return None if watcher is None else watcher.info
 
+    async def metrics_page(self, worker_id: WorkerId) -> bytes | None:
+        """Return a worker's /metrics, or None if it does not answer."""
+        watcher = self._watchers.get(worker_id)
+        return None if watcher is None else await watcher.metrics_page()
+
     def stop(self, worker_id: WorkerId) -> Watcher | None:
         """Stop watching a worker that left the fleet. The caller must close the returned watcher."""
         watcher = self._watchers.pop(worker_id, None)
