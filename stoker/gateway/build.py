@@ -81,6 +81,7 @@ from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.store.watched import WatchedStore
+from stoker.gateway.twin_watch import make_twin
 from stoker.gateway.ui.static_pages import StaticPages
 from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.registration import RegistrationEndpoint
@@ -286,6 +287,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             request_log=request_log,
             metrics=metrics,
             recorder=deciding.recorder,
+            twin=make_twin(config.twin, fleet, metrics, clock),
             tracing=tracing,
             state=state,
             admin=GroupEndpoint(AdminEndpoint(admin_token, view, threads), group),

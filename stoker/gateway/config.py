@@ -393,6 +393,21 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TwinSettings:
+    """The live twin: predicts each request's time to first token, and names workers that are slower than predicted."""
+
+    enabled: bool = setting(False, "Compare predicted with actual times.", flag="--twin")
+    calibration: Path | None = setting(
+        None,
+        "File of `stoker calibrate` for the workers. Without it, workers are compared with each other.",
+        default_text="none",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "twin")
+
+
+@dataclass(frozen=True, slots=True)
 class RecordingSettings:
     """A recording of all routing decisions and of what they rest on, for `stoker trace`. It has no text of any request."""
 
@@ -529,6 +544,7 @@ class GatewayConfig:
     autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     recording: RecordingSettings = field(default_factory=RecordingSettings)
+    twin: TwinSettings = field(default_factory=TwinSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()

@@ -53,6 +53,7 @@ from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.gateway.twin_watch import NoTwin
 from stoker.gateway.ui.static_pages import StaticPages
 from stoker.replay.recorder import NoRecorder
 from stoker.routing.router import PrefixIndexes, Router
@@ -191,6 +192,7 @@ class World:
                 doctor=doctor,
                 misses=self.misses,
                 recorder=NoRecorder(),
+                twin=NoTwin(),
                 objects=NoObjects(),
                 insight=self.insight,
                 insight_pages=Nothing(),
