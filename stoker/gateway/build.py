@@ -266,8 +266,16 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         read_fleet_gauges, fleet, load_book, clock, lambda: state.num_running, lambda: admission.num_waiting
     )
     goals = LatencyGoals(1e3 * config.autoscale.ttft_s, 1e3 * config.autoscale.itl_s)
-    insight = InsightBook(metrics, prices, goals, gauges, currency=config.meter.currency, has_prices=bool(config.price))
-    live = LiveStream(admin_token, insight)
+    insight = InsightBook(
+        metrics,
+        prices,
+        goals,
+        gauges,
+        currency=config.meter.currency,
+        has_prices=bool(config.price),
+        process=config.process,
+    )
+    live = LiveStream(admin_token, insight, errors)
     kv_pages = KvPages(fleet, insight.reuse, watchers.metrics_page, clock)
     gateway = Gateway(
         GatewayParts(
