@@ -71,7 +71,9 @@ TABLE = {
     "routing": Allowed("fleet", light=True),
     "replay": Allowed("fleet routing", "msgspec", light=True),
     "autoscale": Allowed("fleet", light=True),
-    "gateway": Allowed("autoscale routing replay fleet text proto kv.blocks", "msgspec", light=True),
+    "gateway": Allowed(
+        "autoscale routing replay sim.live_twin sim.calibration fleet text proto kv.blocks", "msgspec", light=True
+    ),
     "gateway.http": Allowed("", "", light=True),
     "gateway.api": Allowed("proto", "msgspec", light=True),
     "gateway.prefix": Allowed("gateway.api fleet text proto kv.blocks", "msgspec xxhash", light=True),

@@ -46,6 +46,7 @@ from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
 from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.insight_endpoint import InsightEndpoint
 from stoker.gateway.insight.kv_pages import KvPages
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.live_stream import LiveStream
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
@@ -80,6 +81,7 @@ from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.store import Store
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.store.watched import WatchedStore
+from stoker.gateway.twin_watch import make_twin
 from stoker.gateway.ui.static_pages import StaticPages
 from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.registration import RegistrationEndpoint
@@ -267,9 +269,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     gauges = partial(
         read_fleet_gauges, fleet, load_book, clock, lambda: state.num_running, lambda: admission.num_waiting
     )
-    insight = InsightBook(
-        metrics, prices, config.goals, gauges, currency=config.meter.currency, has_prices=bool(config.price)
-    )
+    goals = LatencyGoals(1e3 * config.autoscale.ttft_s, 1e3 * config.autoscale.itl_s)
+    insight = InsightBook(metrics, prices, goals, gauges, currency=config.meter.currency, has_prices=bool(config.price))
     live = LiveStream(admin_token, insight)
     kv_pages = KvPages(fleet, insight.reuse, watchers.metrics_page, clock)
     gateway = Gateway(
@@ -285,6 +286,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             request_log=request_log,
             metrics=metrics,
             recorder=deciding.recorder,
+            twin=make_twin(config.twin, fleet, metrics, clock),
             tracing=tracing,
             state=state,
             admin=GroupEndpoint(AdminEndpoint(admin_token, view, threads), group),

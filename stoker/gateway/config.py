@@ -402,6 +402,21 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TwinSettings:
+    """The live twin: predicts each request's time to first token, and names workers that are slower than predicted."""
+
+    enabled: bool = setting(False, "Compare predicted with actual times.", flag="--twin")
+    calibration: Path | None = setting(
+        None,
+        "File of `stoker calibrate` for the workers. Without it, workers are compared with each other.",
+        default_text="none",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "twin")
+
+
+@dataclass(frozen=True, slots=True)
 class RecordingSettings:
     """A recording of all routing decisions and of what they rest on, for `stoker trace`. It has no text of any request."""
 
@@ -436,17 +451,6 @@ class TracingSettings:
 
     def __post_init__(self) -> None:
         check_settings(self, "tracing")
-
-
-@dataclass(frozen=True, slots=True)
-class GoalSettings:
-    """Latency goals. A request that meets both counts in the goodput on the dashboard."""
-
-    ttft_ms: float = setting(2000.0, "Goal for the time to the first token.", unit="ms", gt=0)
-    itl_ms: float = setting(100.0, "Goal for the mean time between tokens of a request.", unit="ms", gt=0)
-
-    def __post_init__(self) -> None:
-        check_settings(self, "goals")
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,7 +553,7 @@ class GatewayConfig:
     autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     recording: RecordingSettings = field(default_factory=RecordingSettings)
-    goals: GoalSettings = field(default_factory=GoalSettings)
+    twin: TwinSettings = field(default_factory=TwinSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()

@@ -104,6 +104,8 @@ class RankKv:
         return done
 
     def join_loads(self, own: list[LoadResult]) -> list[LoadResult]:
+        """See OtherStores. Called in every step: an engine that waits for a load must notice a rank that is lost."""
+        self._commands.ranks.check()
         with self._lock:
             for result in own:
                 self._loads.setdefault(result.load_id, []).append(result)

@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import GoalSettings
 from stoker.gateway.insight.bottleneck import bottleneck
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.request_digest import RequestDigest, RequestTimes, digest_of
 from stoker.gateway.insight.reuse_curve import ReuseCurve
 from stoker.gateway.insight.series_columns import TIERS, TOTALS, TTFT_PARTS, SeriesColumns
@@ -40,7 +40,7 @@ class InsightBook:
         self,
         metrics: GatewayMetrics,
         prices: PriceList,
-        goals: GoalSettings,
+        goals: LatencyGoals,
         read_gauges: Callable[[], Sequence[float]],
         *,
         currency: str = "USD",
