@@ -159,9 +159,16 @@ class GatewayServer:
                 "", 0, sock=shared_listener("127.0.0.1", self.config.process_ports[self.config.process])
             )
 
-    def begin_drain(self) -> None:
-        self.state.begin_drain()
+    def announce_drain(self) -> None:
+        """Leave the load balancers: `/ready` returns 503 and answers end their connections. Requests are still accepted."""
+        self.state.announce_drain()
         self.objects.begin_drain()
+        self.server.begin_drain()
+
+    def begin_drain(self) -> None:
+        """Refuse new requests. Running ones continue."""
+        self.announce_drain()
+        self.state.begin_drain()
 
     async def wait_idle(self) -> None:
         await self.state.wait_idle()

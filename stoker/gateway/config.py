@@ -105,6 +105,15 @@ class ListenSettings:
         ge=1,
         le=64,
     )
+    drain_notice_s: float = setting(
+        0.0,
+        "Time after SIGTERM in which requests are still accepted while /ready already returns 503. Behind a load balancer, set "
+        "it above the time that its health check takes to notice.",
+        flag="--drain-notice-s",
+        unit="s",
+        ge=0,
+        le=600,
+    )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
     )

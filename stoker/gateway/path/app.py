@@ -454,7 +454,7 @@ class Gateway:
 
     def _ready(self) -> Reply:
         parts, now = self._parts, self._parts.clock()
-        if parts.state.draining:
+        if parts.state.leaving:
             return error_reply(503, "The gateway is draining.", code="draining", kind="overloaded_error")
         answering = [member for member in parts.fleet.members() if member.spec.role in _ANSWERING]
         if not any(parts.fleet.in_service(member, now) for member in answering):
