@@ -80,6 +80,12 @@ class GlooCollectives:
     def sum(self, x: Tensor) -> Tensor:
         return sum_in_order(self.gather(x.contiguous()))
 
+    def swap(self, x: Tensor) -> list[Tensor]:
+        parts, sent = torch.empty_like(x), x.contiguous()
+        with exchanging():
+            self._finish_collective(self._group.alltoall_base(parts, sent, [], []))
+        return list(parts)
+
     def send(self, x: Tensor, rank: int) -> Transfer:
         with exchanging():
             return _Sending(x, self._group.send([x], rank, 0), self)
