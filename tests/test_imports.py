@@ -61,7 +61,7 @@ TABLE = {
         f"{ENGINE_SIDE} msgspec xgrammar llguidance",
     ),
     "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
-    "planner": Allowed("engine models layers parallel", ENGINE_SIDE),
+    "planner": Allowed("engine models layers parallel kv.blocks", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
@@ -71,7 +71,9 @@ TABLE = {
     "routing": Allowed("fleet", light=True),
     "replay": Allowed("fleet routing", "msgspec", light=True),
     "autoscale": Allowed("fleet", light=True),
-    "gateway": Allowed("autoscale routing replay fleet text proto kv.blocks", "msgspec", light=True),
+    "gateway": Allowed(
+        "autoscale routing replay sim.live_twin sim.calibration fleet text proto kv.blocks", "msgspec", light=True
+    ),
     "gateway.http": Allowed("", "", light=True),
     "gateway.api": Allowed("proto", "msgspec", light=True),
     "gateway.prefix": Allowed("gateway.api fleet text proto kv.blocks", "msgspec xxhash", light=True),

@@ -2,7 +2,8 @@
 
 The pools are the workers that prefill and those that decode. The load of a pool is 1 where its latency goal is just met. Above
 `high` it needs a worker. It gets one from the other pool, if that stays well below `high` without it; else a new one, if the
-budget allows. A pool that would stay below `low` without one of its workers gives it up.
+budget allows. Before that, a pool with a much higher load than the other one gets a worker of it. A pool that would stay below
+`low` without one of its workers gives it up.
 
 What keeps it calm: several decisions in a row must agree, there is a pause after each change and a longer one before the opposite
 change, and measurements of new workers do not count. A worker that was asked for is counted until it joins or its time is over;
@@ -15,12 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stoker.autoscale.decision import WAIT, Action, Decision, Flip, Start, Stop, Wait
+from stoker.autoscale.decision import KEEP, Action, Decision, Flip, Keep, Start, Stop
 from stoker.autoscale.sample import FleetSample, PoolLoad, WorkerSample, decode_load, prefill_load
 from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
 
+_IMBALANCE = 3.0  # a pool with this many times the load of the other one gets a worker before it misses its goal
 _LONGEST_PAUSE_S = 3600.0  # between two requests for a worker that nothing can place
 
 
@@ -37,7 +39,7 @@ class Autoscaler:
 
     def __init__(self, settings: AutoscaleSettings) -> None:
         self._settings = settings
-        self._agreeing: Action = WAIT
+        self._agreeing: Action = KEEP
         self._num_agreeing = 0
         self._changed_s = -math.inf
         self._grew: Role | None = None  # the pool that the last change made larger
@@ -53,20 +55,20 @@ class Autoscaler:
         prefill, decode = prefill_load(sample, self._settings), decode_load(sample, self._settings)
         numbers = self._numbers(sample, prefill, decode)
         wanted, reason = self._wanted(sample, prefill, decode, now)
-        if isinstance(wanted, Wait):
+        if isinstance(wanted, Keep):
             self._num_agreeing = 0
-            return Decision(WAIT, reason, numbers)
+            return Decision(KEEP, reason, numbers)
         # Which of several equal workers is named may change between two decisions.
         self._num_agreeing = self._num_agreeing + 1 if _alike(wanted, self._agreeing) else 1
         self._agreeing = wanted
         if self._num_agreeing < self._settings.confirm:
             confirmed = f"{self._num_agreeing} of {self._settings.confirm}"
-            return Decision(WAIT, f"{reason}; {wanted.describe()} when confirmed ({confirmed})", numbers)
+            return Decision(KEEP, f"{reason}; {wanted.describe()} when confirmed ({confirmed})", numbers)
         return Decision(wanted, reason, numbers)
 
     def carried_out(self, action: Action, sample: FleetSample, now: float) -> None:
         """Note that an action was carried out, or in a dry run, that it would have been."""
-        if isinstance(action, Wait):
+        if isinstance(action, Keep):
             return
         self._changed_s, self._num_agreeing = now, 0
         self._shrank = isinstance(action, Stop)
@@ -97,7 +99,7 @@ class Autoscaler:
     def _wanted(self, sample: FleetSample, prefill: PoolLoad, decode: PoolLoad, now: float) -> tuple[Action, str]:
         settings = self._settings
         if now - self._changed_s < settings.hold_s:
-            return WAIT, f"the last change was {now - self._changed_s:.1f} s ago, and hold_s is {settings.hold_s:g}"
+            return KEEP, f"the last change was {now - self._changed_s:.1f} s ago, and hold_s is {settings.hold_s:g}"
         loads = f"prefill {prefill.load:.2f}, decode {decode.load:.2f}"
         high, low = settings.high, settings.low
         pools = ((prefill, Role.PREFILL, decode), (decode, Role.DECODE, prefill))
@@ -105,47 +107,54 @@ class Autoscaler:
         reasons = []
         for pool, role, other in needy:
             action, reason = self._grow(sample, pool, role, other, now)
-            if not isinstance(action, Wait):
+            if not isinstance(action, Keep):
                 return action, f"{loads}: {reason}"
             reasons.append(reason)
         if reasons:
-            return WAIT, f"{loads}: {'; '.join(reasons)}"
+            return KEEP, f"{loads}: {'; '.join(reasons)}"
+        for pool, role, other in pools:
+            if pool.load > (low + high) / 2 and other.without(1) < pool.load / _IMBALANCE:
+                action, reason = self._take(sample, pool, role, other, now)
+                return action, f"{loads}: {reason}"
         if prefill.load <= low and decode.load <= low:
             return self._shrink(sample, prefill, decode, now, loads)
-        return WAIT, f"{loads}: within the goals"
+        return KEEP, f"{loads}: within the goals"
 
     def _grow(self, sample: FleetSample, pool: PoolLoad, role: Role, other: PoolLoad, now: float) -> tuple[Action, str]:
         """Return how a pool above its goal gets a worker."""
-        settings = self._settings
-        name, donor_role = role.value, Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        if pool.num_cold:
-            return WAIT, f"{name} is above {settings.high:g}, but it just got a worker"
-        least = settings.min_decode if donor_role is Role.DECODE else settings.min_prefill
-        donors = self._free(sample, donor_role)
-        # Donors are counted with the unified workers of their pool, which do the same work.
-        if (
-            donors
-            and other.num_workers > least
-            and not other.num_cold
-            and other.without(1) < (settings.low + settings.high) / 2
-        ):
-            if self._reverses(role, now):
-                return WAIT, f"{name} needs a worker, but the last change went the other way less than reverse_s ago"
-            return Flip(
-                _idlest(donors).worker_id, role
-            ), f"{name} is above {settings.high:g}, and the other pool has room"
+        settings, name = self._settings, role.value
+        action, reason = self._take(sample, pool, role, other, now)
+        if isinstance(action, Flip) or pool.num_cold or self._reverses(role, now):
+            return action, reason
         size = self._size(sample)
         if size >= settings.max_workers:
-            return WAIT, f"{name} needs a worker, but {size} of max_workers={settings.max_workers} are in use"
+            return KEEP, f"{name} needs a worker, but {size} of max_workers={settings.max_workers} are in use"
         if self._pending is not None:
-            return WAIT, f"{name} needs a worker, and one that was asked for has not joined yet"
+            return KEEP, f"{name} needs a worker, and one that was asked for has not joined yet"
         if now < self._start_after_s:
             return (
-                WAIT,
+                KEEP,
                 f"{name} needs a worker, but {self._num_unmet} that were asked for did not come; asking again later",
             )
         has_roles = any(one.role is not Role.UNIFIED for one in sample.workers)
         return Start(role if has_roles else Role.UNIFIED), f"{name} is above {settings.high:g}, and no worker is free"
+
+    def _take(self, sample: FleetSample, pool: PoolLoad, role: Role, other: PoolLoad, now: float) -> tuple[Action, str]:
+        """Return which worker the other pool gives to this one, if it can spare one."""
+        settings, name = self._settings, role.value
+        if pool.num_cold:
+            return KEEP, f"{name} needs a worker, but it just got one"
+        donor_role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        least = settings.min_decode if donor_role is Role.DECODE else settings.min_prefill
+        donors = self._free(sample, donor_role)
+        # Donors are counted with the unified workers of their pool, which do the same work.
+        if not donors or other.num_workers <= least or other.num_cold:
+            return KEEP, f"{name} needs a worker, and {donor_role.value} has none to give"
+        if other.without(1) >= (settings.low + settings.high) / 2:
+            return KEEP, f"{name} needs a worker, and {donor_role.value} needs its own"
+        if self._reverses(role, now):
+            return KEEP, f"{name} needs a worker, but the last change went the other way less than reverse_s ago"
+        return Flip(_idlest(donors).worker_id, role), f"{name} needs a worker, and {donor_role.value} has room"
 
     def _shrink(
         self, sample: FleetSample, prefill: PoolLoad, decode: PoolLoad, now: float, loads: str
@@ -153,13 +162,13 @@ class Autoscaler:
         """Return which worker of a fleet with little load stops, if any."""
         settings = self._settings
         if not settings.max_workers or len(sample.workers) - len(self._stopping) <= settings.min_workers:
-            return WAIT, f"{loads}: little load, and no worker may stop"
+            return KEEP, f"{loads}: little load, and no worker may stop"
         if self._pending is not None:
-            return WAIT, f"{loads}: little load, and a worker that was asked for has not joined yet"
+            return KEEP, f"{loads}: little load, and a worker that was asked for has not joined yet"
         if self._grew is not None and now - self._changed_s < settings.reverse_s:
-            return WAIT, f"{loads}: little load, but the fleet grew less than reverse_s ago"
+            return KEEP, f"{loads}: little load, but the fleet grew less than reverse_s ago"
         if prefill.num_cold or decode.num_cold:
-            return WAIT, f"{loads}: little load, but a worker is new"
+            return KEEP, f"{loads}: little load, but a worker is new"
         roles = (
             (Role.PREFILL, prefill, settings.min_prefill),
             (Role.DECODE, decode, settings.min_decode),
@@ -170,7 +179,7 @@ class Autoscaler:
             both = max(prefill.without(1), decode.without(1)) if role is Role.UNIFIED else pool.without(1)
             if free and pool.num_workers > max(1, least) and both < settings.low:
                 return Stop(_idlest(free).worker_id), f"{loads}: a {role.value} worker less still keeps the goals"
-        return WAIT, f"{loads}: little load, and each pool has its fewest workers"
+        return KEEP, f"{loads}: little load, and each pool has its fewest workers"
 
     def _reverses(self, role: Role, now: float) -> bool:
         """Return True if the last change gave a worker to the other pool, a short time ago."""

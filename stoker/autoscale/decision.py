@@ -9,7 +9,7 @@ from stoker.fleet.spec import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Keep:
     """Change nothing."""
 
     def describe(self) -> str:
@@ -47,8 +47,8 @@ class Stop:
         return f"stop {self.worker_id}"
 
 
-Action = Wait | Flip | Start | Stop
-WAIT = Wait()
+Action = Keep | Flip | Start | Stop
+KEEP = Keep()
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gateway_families() -> list[MetricFamily]:
-    """Return the metrics of a gateway that has a store."""
+    """Return the metrics of a gateway that has a store and a live twin."""
     from stoker.gateway.build import build_gateway
-    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.config import GatewayConfig, TwinSettings
     from stoker.observe.metric_catalog import read_families
 
     async def page(folder: Path) -> bytes:
-        server = build_gateway(GatewayConfig(state_dir=folder, log_requests=False))
+        server = build_gateway(GatewayConfig(state_dir=folder, log_requests=False, twin=TwinSettings(enabled=True)))
         try:
             return server.metrics.render()
         finally:

@@ -276,7 +276,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
             raise ConfigError(f"{flag} has no effect without {needed}: give both")
     settings = from_table(ServeSettings, as_table(given))
     ranks, prefills = settings.engine.ranks, settings.endpoint.role == "prefill"
-    # A model on several ranks holds no KV for peers. If it is asked to, the engine says so.
+    # By default, a model on several ranks holds no KV for peers: each rank would need a port.
     serves = ranks.tp * ranks.pp == 1 or prefills or "--kv-port" in flags
     handoff = replace(settings.engine.handoff, serves=serves, prefills=prefills)
     return replace(settings, engine=replace(settings.engine, handoff=handoff))

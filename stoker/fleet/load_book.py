@@ -53,6 +53,7 @@ class Reservation:
     _load: WorkerLoad
     _book: LoadBook
     _open: bool = True
+    queued_tokens: float = 0.0  # prompt tokens that waited at the worker when the reservation was made
 
     def first_token(self, now: float) -> None:
         if self in self._load._prefilling:
@@ -99,6 +100,7 @@ class LoadBook:
         """Reserve a request's work. `returning`: it came to this worker for cached blocks that others do not have."""
         load = self.load(worker_id, now)
         reservation = self._new_reservation(worker_id, prefill_tokens, context_tokens, output_tokens, load)
+        reservation.queued_tokens = load.queued_tokens
         load._prefilling[reservation] = None
         load.prefill_tokens += prefill_tokens
         load.queued_tokens += prefill_tokens

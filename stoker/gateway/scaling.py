@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stoker.autoscale.autoscaler import Autoscaler
-from stoker.autoscale.decision import Action, Decision, Flip, Start, Stop, Wait
+from stoker.autoscale.decision import Action, Decision, Flip, Keep, Start, Stop
 from stoker.autoscale.placement import WorkerPlacement
 from stoker.autoscale.sample import FleetSample, WorkerSample
 from stoker.autoscale.settings import AutoscaleSettings
@@ -196,7 +196,7 @@ class Scaling:
             reason=decision.reason,
             **decision.numbers,
         )
-        if is_real and not isinstance(decision.action, Wait):
+        if is_real and not isinstance(decision.action, Keep):
             try:
                 await self._carry_out(decision.action)
             except StokerError as refused:

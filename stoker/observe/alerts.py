@@ -104,6 +104,14 @@ RULES = (
         "Its answers are billed by the gateway's own counts. Update or remove the worker.",
     ),
     AlertRule(
+        "StokerWorkerSlow",
+        "stoker_gateway_worker_slow == 1",
+        "1m",
+        "ticket",
+        "Worker {{ $labels.worker }} is much slower than predicted.",
+        "Look for other processes on its machine and for GPU throttling, or drain it.",
+    ),
+    AlertRule(
         "StokerKvTierErrors",
         "rate(stoker_kv_tier_errors_total[5m]) > 0",
         "10m",

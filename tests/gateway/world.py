@@ -27,12 +27,13 @@ from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
-from stoker.gateway.config import AdmissionSettings, FlexSettings, GoalSettings, KeySettings, ProxySettings
+from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, ProxySettings
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
 from stoker.gateway.insight.insight_book import InsightBook
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.dialects.dialect import resuming_dialects
@@ -52,6 +53,7 @@ from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.gateway.twin_watch import NoTwin
 from stoker.gateway.ui.static_pages import StaticPages
 from stoker.replay.recorder import NoRecorder
 from stoker.routing.router import PrefixIndexes, Router
@@ -145,7 +147,7 @@ class World:
             hints or HandoffHints(),
         )
         gauges = partial(read_fleet_gauges, self.fleet, self.ledger, clock, lambda: 0, lambda: 0)
-        self.insight = InsightBook(self.metrics, PriceList(), GoalSettings(), gauges)
+        self.insight = InsightBook(self.metrics, PriceList(), LatencyGoals(), gauges)
         self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
@@ -190,6 +192,7 @@ class World:
                 doctor=doctor,
                 misses=self.misses,
                 recorder=NoRecorder(),
+                twin=NoTwin(),
                 objects=NoObjects(),
                 insight=self.insight,
                 insight_pages=Nothing(),

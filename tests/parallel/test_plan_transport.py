@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -195,8 +196,7 @@ def test_other_digests_name_the_rank_and_the_step(first: str) -> None:
     assert watch.verdict.startswith("rank 2 has diverged: in step 2 it sampled other tokens than rank 0")
 
 
-def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed() -> None:
-    """As when another rank hangs: its connection stays open."""
+def gloo_pair() -> dict[int, GlooCollectives]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     groups: dict[int, GlooCollectives] = {}
@@ -210,9 +210,36 @@ def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
+    return groups
+
+
+@pytest.mark.parametrize("how", ["gather", "receive"])
+def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed(how: str) -> None:
+    """As when another rank hangs: its connection stays open."""
+    groups = gloo_pair()
     closing = threading.Timer(0.5, groups[0].close)
     closing.start()
     with pytest.raises(ExchangeFailed):
-        groups[0].gather(torch.ones(3))
+        _ = groups[0].gather(torch.ones(3)) if how == "gather" else groups[0].receive(torch.ones(3), 1)
     closing.join()
     groups[1].close()
+
+
+def test_a_rank_waits_for_a_slow_one() -> None:
+    """A step may take minutes. Longer than a rank waits at once, so that it looks whether its group was closed."""
+    groups, got = gloo_pair(), torch.zeros(3)
+
+    def be_slow() -> None:
+        time.sleep(1.2)
+        groups[1].send(torch.ones(3), 0).wait()
+        time.sleep(0.8)
+        groups[1].gather(torch.ones(3))
+
+    slow = threading.Thread(target=be_slow)
+    slow.start()
+    groups[0].receive(got, 1)
+    assert got.tolist() == [1.0, 1.0, 1.0]
+    assert len(groups[0].gather(got)) == 2
+    slow.join(60)
+    for group in groups.values():
+        group.close()

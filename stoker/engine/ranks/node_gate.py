@@ -1,14 +1,18 @@
 """NodeGate: the head's port, where the ranks of other nodes arrive while an engine starts.
 
-Everyone who reaches the port can connect. Only a rank that knows the key gets further than the handshake, which has a deadline,
-and only a limited number of connections are in it. The port is closed when all ranks have arrived.
+Everyone who reaches the port can connect. Only a rank that knows the key gets further than the handshake, which has a deadline.
+A limited number of connections are in it: a new one replaces the oldest, so that strangers who say nothing do not keep ranks out.
+The port is closed when all ranks have arrived.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from stoker.base import log as logs
@@ -41,7 +45,8 @@ class NodeGate:
         self._settings, self._facts, self._arrived, self._refused = settings, facts, arrived, refused
         self._listener = _listen(host, port, settings)
         self.host: str = self._listener.getsockname()[0]
-        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._greeting: deque[socket.socket] = deque()  # connections in the handshake, the oldest first
+        self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="node-gate", daemon=True)
         self._thread.start()
@@ -61,9 +66,11 @@ class NodeGate:
                 log.warning("node_not_accepted", reason=str(error))
                 self._is_closed.wait(_POLL_S)
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                connection.close()
-                continue
+            with self._lock:
+                self._greeting.append(connection)
+                if len(self._greeting) > _MAX_HANDSHAKES:
+                    with suppress(OSError):
+                        self._greeting.popleft().shutdown(socket.SHUT_RDWR)  # ends its thread
             threading.Thread(target=self._welcome, args=(connection, address), name="node-hello", daemon=True).start()
 
     def _welcome(self, connection: socket.socket, address: Any) -> None:
@@ -74,11 +81,15 @@ class NodeGate:
             hint = "it needs the same --secret-file" if isinstance(error, WrongKey) else None
             log.warning("node_not_accepted", address=came_from, reason=error.message, hint=hint)
             connection.close()
-        finally:
-            self._handshakes.release()
 
     def _admit(self, connection: socket.socket, came_from: str) -> None:
-        link = RankLink(answer(connection, key_bytes(self._settings), _HANDSHAKE_S))
+        try:
+            link = RankLink(answer(connection, key_bytes(self._settings), _HANDSHAKE_S))
+            if not select.select([link], [], [], _HANDSHAKE_S)[0]:
+                raise ChannelEnd(f"no greeting came within {_HANDSHAKE_S:g} s")
+        finally:
+            with self._lock, suppress(ValueError):  # it was replaced
+                self._greeting.remove(connection)
         try:
             hello = NodeHello.from_table(link.receive().table(Kind.HELLO))
             check_hello(hello, self._settings, self._facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.gateway.config import GoalSettings
+from stoker.gateway.insight.latency_goals import LatencyGoals
 
 _REFUSED_SHARE = 0.01
 _FULL_KV = 0.95
@@ -13,13 +13,14 @@ _EVICTED_SHARE = 0.2  # of the prompt tokens
 _BACKLOG_S = 1.0
 
 
-def bottleneck(values: Mapping[str, float | None], goals: GoalSettings) -> str:
+def bottleneck(values: Mapping[str, float | None], goals: LatencyGoals) -> str:
     """Return the sentence for the values of the last minute. The first rule that applies decides."""
     value = {name: one or 0.0 for name, one in values.items()}.__getitem__
     if not value("workers"):
         return "No worker is connected: start one with `stoker serve`, or add its address with --worker."
     if not value("usable_workers"):
-        return f"None of the {value('workers'):.0f} workers can take a request: see their state on the page Fleet."
+        who = "The only worker cannot" if value("workers") == 1 else f"None of the {value('workers'):.0f} workers can"
+        return f"{who} take a request: see the state on the page Fleet."
     arrivals = value("requests_per_s") + value("refused_per_s")
     if not arrivals:
         if value("running_requests") >= 0.5:
@@ -31,7 +32,7 @@ def bottleneck(values: Mapping[str, float | None], goals: GoalSettings) -> str:
     return _of_latency(values, goals)
 
 
-def _of_latency(values: Mapping[str, float | None], goals: GoalSettings) -> str:
+def _of_latency(values: Mapping[str, float | None], goals: LatencyGoals) -> str:
     value = {name: one or 0.0 for name, one in values.items()}.__getitem__
     ttft_ms, itl_ms = value("ttft_p95_ms"), value("itl_p95_ms")
     parts = {name: value(f"ttft_{name}_ms") for name in ("queue", "worker_wait", "prefill")}

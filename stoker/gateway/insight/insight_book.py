@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import GoalSettings
 from stoker.gateway.insight.bottleneck import bottleneck
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.request_digest import RequestDigest, RequestTimes, digest_of
 from stoker.gateway.insight.reuse_curve import ReuseCurve
 from stoker.gateway.insight.series_columns import TIERS, TOTALS, TTFT_PARTS, SeriesColumns
@@ -40,11 +40,12 @@ class InsightBook:
         self,
         metrics: GatewayMetrics,
         prices: PriceList,
-        goals: GoalSettings,
+        goals: LatencyGoals,
         read_gauges: Callable[[], Sequence[float]],
         *,
         currency: str = "USD",
         has_prices: bool = False,
+        process: int = 0,
     ) -> None:
         self._metrics = metrics
         self._prices = prices
@@ -52,6 +53,7 @@ class InsightBook:
         self._read_gauges = read_gauges
         self._currency = currency
         self._has_prices = has_prices
+        self._process = process
         self._columns = SeriesColumns(metrics.ttft_s.bounds, metrics.itl_s.bounds)
         self._series = SeriesBook(self._columns.num_totals, self._columns.num_gauges)
         self._pending: list[_Pending] = []
@@ -158,6 +160,7 @@ class InsightBook:
             has_prices=self._has_prices,
             ttft_goal_ms=self._goals.ttft_ms,
             itl_goal_ms=self._goals.itl_ms,
+            process=self._process,
         )
 
     def requests(self, count: int) -> list[RequestDigest]:

@@ -130,6 +130,12 @@ class StoredObjects(Protocol):
         """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
 
 
+class CallObserver(Protocol):
+    """Told of every request that ended."""
+
+    def ended(self, call: Call) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
     """The components that a gateway is built from. `build.py` creates them."""
@@ -145,6 +151,7 @@ class GatewayParts:
     request_log: UsageRecorder
     metrics: GatewayMetrics
     recorder: Recorder | NoRecorder
+    twin: CallObserver
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
@@ -247,7 +254,9 @@ class Gateway:
         keeps_charge = False
         try:
             envelope = parse(exchange.kind, request.body)
-            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases)
+            session = session_of(request.head.by_name, envelope, caller.tenant)
+            exchange.session = session.session
+            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases, session.session)
             began_s = parts.clock()
             put, drop = body_changes(envelope, caller)
             rename(envelope, model, put)
@@ -255,8 +264,6 @@ class Gateway:
             if conversation is None:
                 conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
             parts.metrics.keys_s.observe(parts.clock() - began_s)
-            session = session_of(request.head.by_name, envelope, caller.tenant)
-            exchange.session = session.session
             if caller.budgets.limits_sessions:
                 await parts.admission.charge_session(admitted, session.session)
             query = _query(model, envelope, session, conversation)
@@ -368,9 +375,6 @@ class Gateway:
         exchange.trace.end(row.status, row.error)
         parts.metrics.ended(row)
         parts.request_log.record(row)
-        if exchange.call is not None and row.ttft_ms is not None:
-            counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
-            parts.recorder.answered(exchange.call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
         call = exchange.call
@@ -379,6 +383,10 @@ class Gateway:
         else:
             times = RequestTimes(call.arrived_s, call.sent_s, call.handed_off_s, call.first_byte_s, call.streams)
             parts.insight.ended(row, call.route, call.query, times, call.num_retries)
+            parts.twin.ended(call)
+            if row.ttft_ms is not None:
+                counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+                parts.recorder.answered(call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
 
     def _misses(self, exchange: Exchange) -> str:
         """Explain and count the uncached tokens of a request. Return the explanation for its row."""
@@ -446,7 +454,7 @@ class Gateway:
 
     def _ready(self) -> Reply:
         parts, now = self._parts, self._parts.clock()
-        if parts.state.draining:
+        if parts.state.leaving:
             return error_reply(503, "The gateway is draining.", code="draining", kind="overloaded_error")
         answering = [member for member in parts.fleet.members() if member.spec.role in _ANSWERING]
         if not any(parts.fleet.in_service(member, now) for member in answering):

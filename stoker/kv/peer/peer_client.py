@@ -269,6 +269,8 @@ class PeerClient:
     def _shares(self, ticket: KvTicket, deadline_s: float, kv_set: int) -> list[_RankShare]:
         """Return which rank provides which part of the blocks of a KV set, so that all of ours is covered once."""
         ours, peers, failure = self._kv.sets[kv_set].layout, [], None
+        if ours.num_parts > 1:
+            raise PeerUnavailable("our ranks split the context (--cp), and peers send whole blocks")
         first = self._peer(ticket.address, ticket.engine_id)
         try:
             first.ensure_handshake(deadline_s - time.monotonic())

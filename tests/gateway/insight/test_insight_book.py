@@ -12,9 +12,10 @@ from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_index import Match
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import GoalSettings, PriceSettings
+from stoker.gateway.config import PriceSettings
 from stoker.gateway.insight.bottleneck import bottleneck
 from stoker.gateway.insight.insight_book import InsightBook
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.request_digest import RequestTimes, tier_tokens
 from stoker.gateway.insight.series_columns import GAUGES
 from stoker.gateway.records.metrics import GatewayMetrics
@@ -47,7 +48,7 @@ class Book(InsightBook):
     def __init__(self, **gauges: float) -> None:
         self.metrics = GatewayMetrics()
         values = [gauges.get(name, 0.0) for name in GAUGES]
-        super().__init__(self.metrics, PRICES, GoalSettings(ttft_ms=500, itl_ms=60), lambda: values, has_prices=True)
+        super().__init__(self.metrics, PRICES, LatencyGoals(ttft_ms=500, itl_ms=60), lambda: values, has_prices=True)
 
     def end(self, row: UsageRow, times: RequestTimes | None = None) -> None:
         chosen, query = route()
@@ -182,7 +183,8 @@ def test_requests_without_a_worker_or_route_are_counted() -> None:
     ("values", "word"),
     [
         ({}, "No worker is connected"),
-        ({"workers": 2}, "None of the 2 workers"),
+        ({"workers": 1}, "The only worker cannot take a request"),
+        ({"workers": 2}, "None of the 2 workers can"),
         ({"workers": 2, "usable_workers": 2}, "Idle"),
         ({"workers": 2, "usable_workers": 2, "running_requests": 3}, "3 requests are running"),
         ({"requests_per_s": 8, "refused_per_s": 2}, "20% of the requests are refused"),
@@ -202,4 +204,4 @@ def test_the_bottleneck_is_named(values: dict[str, float], word: str) -> None:
     shown = dict(Book().now().values) | {"workers": 0.0, "usable_workers": 0.0}
     if "requests_per_s" in values:
         shown |= {"workers": 1.0, "usable_workers": 1.0}
-    assert word in bottleneck(shown | values, GoalSettings())
+    assert word in bottleneck(shown | values, LatencyGoals())

@@ -31,6 +31,7 @@ const ACTIONS = [
   },
   {
     name: "Move away",
+    isMore: true,
     needs: "/admin/role",
     applies: (worker) => worker.dialect === "stoker",
     text: (worker) => `${worker.worker} gets no new requests. Its ${count(worker.reserved.requests)} running requests continue on other workers, with their KV.`,
@@ -45,6 +46,7 @@ const ACTIONS = [
   },
   ...["unified", "prefill", "decode"].map((role) => ({
     name: `Make ${role}`,
+    isMore: true,
     needs: "/admin/role",
     applies: (worker) => worker.dialect === "stoker" && worker.role !== role,
     text: (worker) => `${worker.worker} changes its role from ${worker.role} to ${role}. Running requests continue.`,
@@ -70,13 +72,7 @@ function Pool({ role, workers, actions, ask }) {
     { name: "KV in use", cell: (one) => html`<${Kv} worker=${one} />` },
     { name: "Prefill, tokens", number: true, cell: (one) => perSecond(one.prefill_tokens_per_s) },
     { name: "Decode step", number: true, cell: (one) => seconds(one.step_s) },
-    {
-      name: "Actions",
-      cell: (one) =>
-        html`<span class="actions">${actions.filter((action) => action.applies(one)).map(
-          (action) => html`<button type="button" onClick=${() => ask(action, one)} aria-label=${`${action.name} ${one.worker}`}>${action.name}</button>`,
-        )}</span>`,
-    },
+    { name: "Actions", cell: (one) => html`<${Actions} worker=${one} actions=${actions} ask=${ask} />` },
   ];
   return html`<${Panel} title=${`${title} (${usable} of ${workers.length} ready)`} note=${what}>
     <div class="tiles small">
@@ -87,6 +83,17 @@ function Pool({ role, workers, actions, ask }) {
     </div>
     <${Table} caption=${title} columns=${columns} rows=${workers} rowKey=${(one) => one.worker} />
   </${Panel}>`;
+}
+
+function Actions({ worker, actions, ask }) {
+  const button = (action) =>
+    html`<button type="button" onClick=${() => ask(action, worker)} aria-label=${`${action.name} ${worker.worker}`}>${action.name}</button>`;
+  const some = actions.filter((action) => action.applies(worker));
+  const more = some.filter((action) => action.isMore);
+  return html`<span class="actions">
+    ${some.filter((action) => !action.isMore).map(button)}
+    ${more.length > 0 && html`<details><summary aria-label=${`More actions on ${worker.worker}`}>More</summary>${more.map(button)}</details>`}
+  </span>`;
 }
 
 function Kv({ worker }) {
