@@ -48,7 +48,13 @@ def find_place(
     stage, ranks = layout.stage_of(rank), range(layout.num_ranks)
     mesh: Mesh = ALONE
     if layout.tp > 1:
-        mesh = mesh_of(make_group(f"stage {stage}", tuple(r for r in ranks if layout.stage_of(r) == stage)), shard)
+        first = stage * layout.tp
+        in_stage = make_group(f"stage {stage}", tuple(range(first, first + layout.tp)))
+        context: Collectives | None = None
+        if layout.cp > 1:
+            holders = tuple(first + rank for rank in shard.context_ranks)
+            context = in_stage if layout.cp == layout.tp else make_group(f"context {holders[0]}", holders)
+        mesh = mesh_of(in_stage, shard, context)
     stages: Stages = ONE_STAGE
     if layout.pp > 1:
         pipeline = make_group(f"pipeline {shard.tp_rank}", tuple(r for r in ranks if r % layout.tp == shard.tp_rank))

@@ -38,7 +38,7 @@ class RankHost(Protocol):
         """The addresses of the other ranks' KV servers, after `drive`."""
 
     def dismiss(self) -> None:
-        """Tell the ranks of other nodes that the engine is stopped, and will not start again."""
+        """Let `close` tell the ranks of other nodes that the engine will not start again."""
 
     def close(self) -> None:
         """End all ranks."""

@@ -68,6 +68,7 @@ class RankProcesses:
         self._watch = RankWatch(1, _SILENT_S, _START_S, 0.0)
         self._connections: RankConnections | None = None
         self._is_closed = False
+        self._is_final = False  # the engine does not start again
         self._watching: threading.Thread | None = None
 
     # ---- RankHost
@@ -132,7 +133,7 @@ class RankProcesses:
             return [self._addresses[rank] for rank in sorted(self._addresses)]
 
     def dismiss(self) -> None:
-        self._tell_nodes(LinkMessage(Kind.BYE))
+        self._is_final = True
 
     def close(self) -> None:
         """End all ranks."""
@@ -141,6 +142,8 @@ class RankProcesses:
         self._kill()
         if was_closed:
             return
+        if self._is_final:
+            self._tell_nodes(LinkMessage(Kind.BYE))
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join(2 * CHECK_EVERY_S)
         if self._gate is not None:
