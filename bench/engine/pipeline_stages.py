@@ -5,8 +5,8 @@ of T(n/2). So at best, two stages are T(n) / T(n/2) times as fast. Prompts are c
 the stages; at best, two stages are twice as fast.
 
 Cases alternate, and the best round of each counts, because other programs on the machine only make it slower. The notes have the
-load average. On a busy machine, ranks wait for a core and not for each other. So the CPU time of the busier rank is reported too: it
-is what the time would be if every rank had a core of its own and never waited.
+load average. On a busy machine, ranks wait for a core and not for each other. So the CPU time of the busier rank is reported too:
+what the time would be if every rank had a core of its own and never waited.
 """
 
 from __future__ import annotations
