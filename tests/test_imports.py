@@ -61,7 +61,7 @@ TABLE = {
         f"{ENGINE_SIDE} msgspec xgrammar llguidance",
     ),
     "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
-    "planner": Allowed("engine models layers parallel", ENGINE_SIDE),
+    "planner": Allowed("engine models layers parallel kv.blocks", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
@@ -69,7 +69,11 @@ TABLE = {
     "worker": Allowed("text proto sched kv.blocks", "aiohttp msgspec prometheus_client zmq", light=True),
     "fleet": Allowed("", light=True),
     "routing": Allowed("fleet", light=True),
-    "gateway": Allowed("routing fleet text proto kv.blocks", "msgspec", light=True),
+    "replay": Allowed("fleet routing", "msgspec", light=True),
+    "autoscale": Allowed("fleet", light=True),
+    "gateway": Allowed(
+        "autoscale routing replay sim.live_twin sim.calibration fleet text proto kv.blocks", "msgspec", light=True
+    ),
     "gateway.http": Allowed("", "", light=True),
     "gateway.api": Allowed("proto", "msgspec", light=True),
     "gateway.prefix": Allowed("gateway.api fleet text proto kv.blocks", "msgspec xxhash", light=True),
@@ -87,9 +91,13 @@ TABLE = {
     "gateway.doctor": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.admission.prices routing fleet proto", "msgspec", light=True
     ),
+    "gateway.insight": Allowed(
+        f"{GATEWAY_BASE} gateway.admission gateway.records routing fleet proto", "msgspec", light=True
+    ),
+    "gateway.ui": Allowed("gateway.api", "", light=True),
     "gateway.path": Allowed(
-        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor routing"
-        " fleet proto kv.blocks",
+        f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.objects gateway.records gateway.doctor"
+        " gateway.insight routing fleet proto kv.blocks replay.recorder",
         "msgspec",
         light=True,
     ),
@@ -97,9 +105,12 @@ TABLE = {
         "sched kv.blocks routing fleet gateway.admission gateway.config loadgen.prompts", "msgspec", light=True
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
+    "up.placement": Allowed("up", "ray", light=True),
+    "observe": Allowed("", light=True),
     "cli": Allowed(
-        "worker gateway up engine train planner sim routing proto text checkpoint loadgen kv.mooncake kv.store kernels",
-        "aiohttp rich triton uvloop",
+        "worker gateway up observe engine train planner sim replay routing proto text checkpoint loadgen kv.mooncake kv.store"
+        " kernels",
+        "aiohttp msgspec rich triton uvloop",
     ),
 }
 

@@ -24,9 +24,9 @@ from stoker.text.openai_messages import template_messages
 from stoker.text.tools import chat_tools
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import ModelText
-from stoker.worker.conversations import forced_constraint
 from stoker.worker.prompts import render
 from stoker.worker.sampling import ModelLimits
+from stoker.worker.tool_constraint import answer_constraint
 
 Prompt = tuple[list[int], GrammarSpec | None]
 
@@ -70,7 +70,8 @@ def _prompt(text: ModelText, limits: ModelLimits, grammars: XGrammars, body: dic
     """Return the tokens and the grammar of a request, or None if its grammar is not supported."""
     request = decode(ChatRequest, json.dumps(body).encode())
     tools = chat_tools(request, max_tools=128)
-    constraint = forced_constraint(text, resolve_constraint(request, request.response_format), tools)
+    wanted = resolve_constraint(request, request.response_format)
+    constraint = answer_constraint(text, wanted, tools, reasoning=None, starts_inside=False)
     if constraint is not None:
         try:
             grammars.prepare(constraint.grammar)

@@ -194,9 +194,10 @@ class WorkerConnection(asyncio.Protocol):
         self._transport.write(self._answers.stream_end)
 
 
-async def serve(port: int, answers: Answers) -> None:
+async def serve(port: int, answers: Answers, num_addresses: int = 1) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: WorkerConnection(answers), "127.0.0.1", port, backlog=4096)
+    hosts = [f"127.0.0.{number + 1}" for number in range(num_addresses)]
+    server = await loop.create_server(lambda: WorkerConnection(answers), hosts, port, backlog=4096)
     await server.serve_forever()
 
 
@@ -209,6 +210,9 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="model folder with a tokenizer (default: none)"
     )
+    parser.add_argument(
+        "--addresses", type=int, default=1, help="listen on 127.0.0.1 to 127.0.0.N, as N workers (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     import uvloop
@@ -218,7 +222,8 @@ def main() -> None:
         from stoker.text.folder import text_files
 
         files = text_files(args.tokenizer)
-    uvloop.run(serve(args.port, Answers(args.chunks, args.delay_ms / 1e3, args.whole_ms / 1e3, files)))
+    answers = Answers(args.chunks, args.delay_ms / 1e3, args.whole_ms / 1e3, files)
+    uvloop.run(serve(args.port, answers, args.addresses))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stoker.base.address import split_address
+from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, setting
 
 
@@ -34,13 +36,15 @@ class KvSettings:
         gt=0,
         default_text="on a GPU what the weights and the working memory leave free; on a CPU a share of the free RAM",
     )
-    local_share: float = setting(
-        0.5,
-        "The largest share of the KV cache's memory that layers with a window or chunks get. They get less if all rows "
-        "together need less. Ignored with --kv-blocks.",
-        flag="--kv-local-share",
-        gt=0,
-        le=0.95,
+    mean_tokens: int | None = setting(
+        None,
+        "Mean length of the sequences to divide the KV cache's memory for, in models with layers that have a window or chunks. "
+        "Shorter sequences need a larger part of it for these layers. Ignored with --kv-blocks.",
+        flag="--kv-mean-tokens",
+        unit="tokens",
+        ge=1,
+        default_text="131072, or the longest sequence if that is shorter",
+        renamed_from=("--kv-local-share",),
     )
     gpu_memory_gib: float | None = setting(
         None,
@@ -145,7 +149,7 @@ class HandoffSettings:
         flag="--kv-port",
         ge=0,
         le=65535,
-        default_text="a free port with --role prefill, no port with other roles",
+        default_text="a free port; no port with several ranks",
     )
     transports: tuple[str, ...] = setting(
         ("local", "cuda_ipc", "tcp"),
@@ -159,12 +163,13 @@ class HandoffSettings:
     secret: str | None = None  # shared by all workers that may pull from each other
     lease_s: float = setting(
         30.0,
-        "How long a prefill worker keeps KV for a decode worker that does not fetch it.",
+        "How long KV is kept for another worker that does not fetch it.",
         flag="--kv-lease-s",
         unit="s",
         gt=0,
     )
-    serves: bool = False  # whether this worker keeps blocks for others, as prefill workers do
+    serves: bool = False  # whether this worker keeps blocks for others: for hand-offs, and for requests that move
+    prefills: bool = False  # whether hand-offs are its main work, so that its prefill speed is measured at the start
     insecure: bool = False  # whether other machines may reach the KV server although there is no secret
 
     def __post_init__(self) -> None:
@@ -236,8 +241,75 @@ class RankSettings:
         le=64,
     )
 
+    cp: int = setting(
+        1,
+        "Context split, for models with latent attention (MLA): this many of the --tp ranks hold a part of each KV block each, "
+        "so that the KV cache holds as many times the tokens. Other models split their KV by heads.",
+        flag="--cp",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+
     def __post_init__(self) -> None:
         check_settings(self, "ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """The machines that the ranks of one model run on. Each has an equal number of them."""
+
+    count: int = setting(
+        1,
+        "Machines (nodes) that the ranks of --tp and --pp are divided over. Start `stoker serve` on each of them with the same "
+        "settings and its own --node-rank.",
+        flag="--nodes",
+        metavar="K",
+        ge=1,
+        le=64,
+    )
+    rank: int = setting(
+        0,
+        "This machine's number. Node 0, the head, serves the API; the others only compute.",
+        flag="--node-rank",
+        metavar="R",
+        ge=0,
+        le=63,
+    )
+    head: str | None = setting(
+        None,
+        "Address of the head, the same on all nodes. The head listens there for the ranks of the other nodes. They must be able to "
+        "reach it, and each other, on any port.",
+        flag="--head",
+        metavar="HOST:PORT",
+        pattern=r"[^\s/:]+:\d{1,5}|\[[^\s/]+\]:\d{1,5}",
+        expected="HOST:PORT, such as 10.0.0.7:7000",
+    )
+    wait_s: float = setting(
+        300.0,
+        "How long a node waits at its start for the other nodes.",
+        flag="--node-wait-s",
+        unit="s",
+        gt=0,
+    )
+    key: str | None = None  # proves that a rank belongs to this engine; hexadecimal
+    insecure: bool = False  # whether other machines may reach the head although there is no key
+
+    def __post_init__(self) -> None:
+        check_settings(self, "nodes")
+        if self.rank >= self.count:
+            raise ConfigError(
+                f"--node-rank {self.rank} with --nodes {self.count}: nodes are counted from 0 to {self.count - 1}"
+            )
+        if self.count == 1:
+            return
+        if self.head is None:
+            raise ConfigError(f"--nodes {self.count} needs --head HOST:PORT, the address of node 0")
+        host, port = split_address(self.head)
+        if not 0 < port < 65536:
+            raise ConfigError(f"--head {self.head}: the port must be between 1 and 65535, the same on all nodes")
+        if host in ("0.0.0.0", "::"):
+            raise ConfigError(f"--head {self.head}: give the address at which the other nodes reach node 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +390,17 @@ class EngineSettings:
     store: StoreSettings = field(default_factory=StoreSettings)
     handoff: HandoffSettings = field(default_factory=HandoffSettings)
     ranks: RankSettings = field(default_factory=RankSettings)
+    nodes: NodeSettings = field(default_factory=NodeSettings)
 
     def __post_init__(self) -> None:
         check_settings(self, "engine")
+        num_ranks = self.ranks.tp * self.ranks.pp
+        if num_ranks % self.nodes.count:
+            raise ConfigError(
+                f"--tp {self.ranks.tp} --pp {self.ranks.pp} makes {num_ranks} ranks, which cannot be divided over --nodes "
+                f"{self.nodes.count}: every node has the same number of ranks"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks.tp * self.ranks.pp // self.nodes.count

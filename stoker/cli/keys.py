@@ -21,7 +21,7 @@ from stoker.base.settings import Declared, declared
 
 if TYPE_CHECKING:
     from stoker.gateway.admission.key_store import StoredKey
-    from stoker.gateway.config import KeySettings
+    from stoker.gateway.config import GatewayConfig, KeySettings
     from stoker.gateway.store.watched import WatchedStore
 
 NAME = "keys"
@@ -65,19 +65,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.action == "create":
         return _create(args)
-    with closing(_open_store(args)) as store:
+    with closing(_open_store(args, must_exist=True)) as store:
         return _list(store, args.json) if args.action == "list" else _revoke(store, args.name)
 
 
-def _open_store(args: argparse.Namespace) -> WatchedStore:
+def _config(args: argparse.Namespace) -> GatewayConfig:
     from stoker.gateway.config import load
     from stoker.up.state import default_state_dir
 
     overrides = {} if args.store is None else {"store": args.store}
-    config = replace(load(args.config, overrides), state_dir=default_state_dir(os.environ))
-    location = config.store_location
+    return replace(load(args.config, overrides), state_dir=default_state_dir(os.environ))
+
+
+def _open_store(args: argparse.Namespace, *, must_exist: bool = False) -> WatchedStore:
+    location = _config(args).store_location
     if location is None:
         raise ConfigError("store=none: there is no store for keys; give --store FILE|URL")
+    if must_exist and not location.exists:
+        raise ConfigError(f"store={location.name}: there is no such file; give the --store of the gateways")
     return location.open()
 
 
@@ -100,6 +105,12 @@ def _create(args: argparse.Namespace) -> int:
         where = store.name
     print_result(secret)
     print_message(f"The key {key.name!r} is in {where}. It is shown only once; the store has its hash.", sys.stderr)
+    if (key.budget is not None or key.session_budget is not None) and not _config(args).price:
+        which = "the default settings have" if args.config is None else f"{args.config} has"
+        print_message(
+            f"Budgets are charged by prices, and {which} none: a model without a [[price]] in the gateway's file is free.",
+            sys.stderr,
+        )
     return 0
 
 

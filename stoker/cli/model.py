@@ -13,7 +13,8 @@ from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.output import print_result
 from stoker.base.paths import expand_home
 from stoker.proto.internal_http import MODEL_PATH
-from stoker.proto.model_switch import MAX_DRAIN_S, decode_switched, encode_model_request, refusal_message
+from stoker.proto.model_switch import MAX_DRAIN_S, decode_switched, encode_model_request
+from stoker.proto.openai.errors import error_message
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestSigner
 
 NAME = "model"
@@ -94,7 +95,7 @@ def _post(url: str, path: str, body: bytes, signer: RequestSigner) -> bytes:
                     and signer.learn(refused.headers.get(CHALLENGE_HEADER, "").encode())
                 ):
                     continue
-                raise ConfigError(f"{url} answered {refused.code}: {refusal_message(refused.read())}") from refused
+                raise ConfigError(f"{url} answered {refused.code}: {error_message(refused.read())}") from refused
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(f"{url} does not answer: {error}; give the URL of a running worker") from error
     raise AssertionError("the second answer is returned or raised")

@@ -24,8 +24,9 @@ from stoker.base.flags import add_flags
 from stoker.base.fleet_key import FleetKey, is_loopback, read_fleet_secret
 from stoker.base.output import print_message
 from stoker.base.timeline import Timeline
+from stoker.cli.serve_node import serve_node
 from stoker.cli.serve_settings import SECTIONS, MembershipSettings, ServeSettings, for_network, serve_settings
-from stoker.cli.serving import Signals, drained, listen, progress_line
+from stoker.cli.serving import EXIT_INTERRUPTED, Signals, drained, listen, progress_line
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logs.EventLog("serve")
-_EXIT_INTERRUPTED = 130
 _FILES = 65_536  # each client connection is one; the engine process has its own, for peers and KV files
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 _LOADER_THREADS = 4  # more than one: a switch that was cancelled may leave a thread in its download
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = serve_settings(args)
     logs.set_up(settings.server.log_level)
-    return uvloop.run(_serve(args.model, settings))
+    serving = _serve if settings.engine.nodes.rank == 0 else serve_node
+    return uvloop.run(serving(args.model, settings))
 
 
 async def _serve(model: str | None, settings: ServeSettings) -> int:
@@ -94,7 +95,7 @@ async def _serve(model: str | None, settings: ServeSettings) -> int:
         if not worker.loader.is_busy:
             return code
     except asyncio.CancelledError:  # Ctrl-C while the first model is loaded
-        code = _EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
     finally:
         spawned.kill()
     os._exit(code)  # the threads of a download cannot be stopped, and a normal exit would wait for them
@@ -229,7 +230,7 @@ async def _make_worker(
     app = make_app(service, loaded.text, config, identity=identity)
     context = app[CONTEXT]
     registrar = Registrar(network.gateways, lambda: registration(context, url, network.host), network.secret)
-    switch = app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s)
+    switch = app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s, not server.no_move)
     return _Worker(context, make_runner(app), reporter, registrar, loader, switch)
 
 
@@ -246,7 +247,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         with timeline.stage("server: engine"):
             await signals.first_of(start)
         if signals.count:
-            return _EXIT_INTERRUPTED
+            return EXIT_INTERRUPTED
         info = context.service.info
         if warning := small_kv_warning(settings.engine.kv, info.kv_tokens, info.max_model_tokens):
             print_message(warning, sys.stderr)
@@ -256,23 +257,33 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         _print_welcome(settings.endpoint.host, listener.getsockname()[1], context, info)
         reporter.start(lambda number: worker_report(context, number))
         reporter.follow(context.open_work)
+        context.report_now = reporter.load_changed
         registrar.start()
         garbage.tune_for_serving()
         await signals.wait()
         state = context.state
-        state.begin_drain()
+        state.begin_drain(moves=not settings.server.no_move)
         await worker.switch.stop()
         leaving = asyncio.create_task(registrar.leave())
-        reporter.load_changed()
+        context.report_now()
         if state.num_running:
             print_message(f"stoker: finishing {state.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
-        await signals.first_of(asyncio.create_task(drained(state, settings.server.drain_s)))
+        await signals.first_of(asyncio.create_task(_drain(context, settings)))
         await leaving
         return 0
     finally:
         await registrar.leave()
         await worker.runner.cleanup()
         await reporter.stop()
+
+
+async def _drain(context: WorkerContext, settings: ServeSettings) -> None:
+    """Wait until no request runs, and until other workers have the KV of those that have moved."""
+    from stoker.worker.moves import wait_pulled
+
+    drain_s, began_s = settings.server.drain_s, time.monotonic()
+    await drained(context.state, drain_s)
+    await wait_pulled(context.service, max(0.0, drain_s - (time.monotonic() - began_s)))
 
 
 def check_exposure(host: str, secret: str | None, insecure: bool) -> None:

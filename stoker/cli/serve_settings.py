@@ -11,7 +11,7 @@ from stoker.base import log
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.base.flags import as_table, given_flags
-from stoker.base.fleet_key import KV_PEERS, FleetKey
+from stoker.base.fleet_key import KV_PEERS, RANKS, FleetKey
 from stoker.base.settings import Declared, check_settings, declared, from_table, setting
 from stoker.base.volatile_lines import VOLATILE_LINES
 
@@ -101,6 +101,11 @@ class ServerSettings:
         flag="--drain-s",
         unit="s",
         ge=0,
+    )
+    no_move: bool = setting(
+        False,
+        "Finish running requests here when this worker drains. By default, gateways continue them on other workers.",
+        flag="--no-move",
     )
     cache_dir: Path | None = setting(
         None,
@@ -224,8 +229,8 @@ SECTIONS = (
     Section("engine", ("engine", "engine.kv", "engine.sched")),
     Section(
         "parallelism",
-        ("engine.ranks",),
-        "One model on several GPUs, or on several processes of a CPU: docs/parallelism.md.",
+        ("engine.ranks", "engine.nodes"),
+        "One model on several GPUs and machines, or on several processes of a CPU: docs/parallelism.md.",
     ),
     Section(
         "KV store",
@@ -245,6 +250,9 @@ SECTIONS = (
 # A setting that has no effect without another one. Giving it alone is a mistake.
 _NEEDS = {
     "--api-key-file": "--secret-file",
+    "--node-rank": "--nodes",
+    "--head": "--nodes",
+    "--node-wait-s": "--nodes",
     "--kv-store": "--kv-host-gib",
     "--kv-disk-gib": "--kv-disk",
     "--kv-disk-key-file": "--kv-disk",
@@ -267,20 +275,24 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
         if flag in flags and needed not in flags:
             raise ConfigError(f"{flag} has no effect without {needed}: give both")
     settings = from_table(ServeSettings, as_table(given))
-    if settings.endpoint.role == "prefill" or "--kv-port" in flags:
-        handoff = replace(settings.engine.handoff, serves=True)
-        settings = replace(settings, engine=replace(settings.engine, handoff=handoff))
-    return settings
+    ranks, prefills = settings.engine.ranks, settings.endpoint.role == "prefill"
+    # By default, a model on several ranks holds no KV for peers: each rank would need a port.
+    serves = ranks.tp * ranks.pp == 1 or prefills or "--kv-port" in flags
+    handoff = replace(settings.engine.handoff, serves=serves, prefills=prefills)
+    return replace(settings, engine=replace(settings.engine, handoff=handoff))
 
 
 def for_network(engine: EngineSettings, host: str, secret: str | None, insecure: bool = False) -> EngineSettings:
-    """Fill in under which `host` other machines reach this one, and the key that peers share.
+    """Fill in under which `host` other machines reach this one, and the keys that peers and the nodes of an engine share.
 
-    The engine process gets only the key for its peers, not the secret.
+    The engine process gets only these keys, not the secret.
     """
-    key = None if secret is None else FleetKey(secret).derive(KV_PEERS).hex()
+    key, ranks_key = (
+        None if secret is None else FleetKey(secret).derive(purpose).hex() for purpose in (KV_PEERS, RANKS)
+    )
     return replace(
         engine,
         store=replace(engine.store, mooncake_host=host),
         handoff=replace(engine.handoff, host=host, secret=key, insecure=insecure),
+        nodes=replace(engine.nodes, key=ranks_key, insecure=insecure),
     )

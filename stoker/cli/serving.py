@@ -7,11 +7,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from stoker.base.errors import ConfigError
 from stoker.base.output import print_message
 from stoker.checkpoint.progress import Progress
+
+EXIT_INTERRUPTED = 130
 
 
 class Drainable(Protocol):
@@ -71,7 +73,7 @@ class Signals:
         await self._arrived.wait()
         self._arrived.clear()
 
-    async def first_of(self, task: asyncio.Task[None]) -> None:
+    async def first_of(self, task: asyncio.Task[Any]) -> None:
         """Wait until the task is done (its error is raised) or a signal comes (the task is cancelled)."""
         signalled = asyncio.create_task(self._arrived.wait())
         await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stoker.up.config import FleetConfig
     from stoker.up.default import DefaultFleetSettings
     from stoker.up.machine import Machine
+    from stoker.up.placement.contract import Placement
     from stoker.up.plan import FleetModel, FleetPaths, FleetPlan, Listening
     from stoker.up.ports import Ports
     from stoker.up.state import RunDir
@@ -175,7 +176,9 @@ def _listening(table: Mapping[str, Any]) -> Listening:
         config = load(None, table)
     except ConfigError as error:
         raise ConfigError(f"[gateway] {error.message}") from error
-    return Listening(config.listen.host, config.listen.port, config.listen.tls_cert is not None, config.listen.drain_s)
+    listen = config.listen
+    stop_s = listen.drain_notice_s + listen.drain_s
+    return Listening(listen.host, listen.port, listen.tls_cert is not None, stop_s)
 
 
 def _plan(
@@ -185,12 +188,13 @@ def _plan(
     paths: FleetPaths,
     ports: Ports,
     gateway: Listening,
+    placement: Placement,
 ) -> FleetPlan:
     from stoker.up.config import START
     from stoker.up.plan import Planner
 
     master = _master_command(config.store.ssd_dir is not None) if config.store.mooncake == START else []
-    return Planner(config, serve_keys(), machine, models, paths, ports, master).plan(gateway)
+    return Planner(config, serve_keys(), machine, models, paths, ports, master, placement.reach).plan(gateway)
 
 
 def _master_command(ssd: bool) -> list[str]:
@@ -217,6 +221,7 @@ def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:
 def _check(args: argparse.Namespace, ports: Ports) -> int:
     from stoker.checkpoint.source import default_cache_dir
     from stoker.up.footprint import footprint_words
+    from stoker.up.placement.local import LocalPlacement
     from stoker.up.plan import FleetPaths
     from stoker.up.terminal import table
 
@@ -228,7 +233,7 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     run_dir = Path("RUN")
     paths = FleetPaths(run_dir, run_dir / "secret", run_dir / "admin-token")
     models = _unresolved(config)
-    plan = _plan(config, machine, models, paths, ports, gateway)
+    plan = _plan(config, machine, models, paths, ports, gateway, LocalPlacement(os.environ))
     for line in footprint_words(config, models, machine):
         print_result(f"{line}\n")
     print_result(table(("PROCESS", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
@@ -256,14 +261,16 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
     machine = _machine(cache_dir)
     config = _config(args, machine, cache_dir)
     gateway, run_dir = _reserve(_listening(config.gateway), ports, state_dir / "fleets")
+    placement: Placement | None = None
     try:
+        placement = _placement(config)
         paths = FleetPaths(
             run_dir.path,
             _file_or_new(config.gateway.get("secret_file"), run_dir, "secret"),
             _file_or_new(config.gateway.get("admin_token_file"), run_dir, "admin-token"),
         )
         models = _resolve(config, config.up.cache_dir or cache_dir, terminal)
-        plan = _plan(config, machine, models, paths, ports, gateway)
+        plan = _plan(config, machine, models, paths, ports, gateway, placement)
         run_dir.write(paths.gateway_file.name, toml.dumps(plan.gateway_table))
         log_dir = config.up.log_dir or state_dir / "logs" / str(gateway.port)
         try:
@@ -280,13 +287,24 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
             admin_token=read_secret(paths.admin_token_file, "admin_token_file") or "",
             admin_token_file=paths.admin_token_file.absolute(),
             secret_file=paths.secret_file.absolute(),
-            environment=os.environ,
+            placement=placement,
             terminal=terminal,
             on_stopped=lambda: _remove_store(plan.store_name),
         )
         return asyncio.run(fleet.run())
     finally:
+        if placement is not None:
+            placement.close()
         run_dir.remove()
+
+
+def _placement(config: FleetConfig) -> Placement:
+    from stoker.up.config import LOCAL
+    from stoker.up.placement.local import LocalPlacement
+    from stoker.up.placement.ray_placement import RayPlacement
+
+    local = LocalPlacement(os.environ)
+    return local if config.up.placement == LOCAL else RayPlacement(config.up.ray_address, local)
 
 
 def _reserve(gateway: Listening, ports: Ports, fleets_dir: Path) -> tuple[Listening, RunDir]:

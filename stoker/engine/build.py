@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from collections.abc import Callable
@@ -17,15 +16,16 @@ from stoker.base.config import EngineSettings
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
-from stoker.engine.draft_model import open_draft, open_own_draft
+from stoker.engine.draft_model import open_chosen_draft
+from stoker.engine.engine_leases import EngineLeases
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import explain_kernel_error
 from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, resolve
-from stoker.engine.model_identity import kv_identity, number_format, read_hf_config
-from stoker.engine.part import ModelSource, Progress, build_part, kv_layout, max_context
-from stoker.engine.ranks.rank_host import NoRanks, RankHost, check_ranks
+from stoker.engine.model_identity import read_hf_config
+from stoker.engine.part import ModelSource, Progress, build_part, identity_of, max_context, tier_share
+from stoker.engine.ranks.rank_host import NoRanks, RankHost
 from stoker.engine.ranks.rank_processes import RankProcesses
 from stoker.engine.runner import StepRunner
 from stoker.engine.store import build_store
@@ -37,14 +37,12 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
-from stoker.models.draft import DraftCheckpoint
-from stoker.models.family import Model, ModelFamily, family_of
+from stoker.models.family import Model, family_of
 from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 from stoker.sched.step_rates import StepRates
-from stoker.spec.choose_drafters import EAGLE3, MTP, DrafterChoice
 from stoker.spec.draft_counts import DraftCounts
 from stoker.spec.drafter import DrafterParts
 from stoker.spec.stored_blocks import StoredBlocks
@@ -114,29 +112,29 @@ def build_engine(
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
         memory = MemoryTable(resolved.device)
-    check_ranks(settings, resolved)
     ranks = ranks or (NoRanks() if resolved.layout.num_ranks == 1 else RankProcesses())
     with ExitStack() as undo:
         undo.callback(ranks.close)
         if tuning_dir is not None and resolved.device.type == "cuda":
             load_tuning(tuning_dir, resolved.device)
-        checkpoint = _open_draft(resolved.drafters, folder, family)
-        source = ModelSource(folder, hf, random_weights_seed, ahead, kernel_cache_dir)
-        place = ranks.connect(source, family, settings, resolved)
-        options = (place, grammars or NoGrammars(), checkpoint, progress, timeline)
+        draft = open_chosen_draft(resolved.drafters, folder, family)
+        source = ModelSource(folder, hf, random_weights_seed, ahead, kernel_cache_dir, draft)
+        engine_id = uuid.uuid4().hex
+        place = ranks.connect(source, family, settings, resolved, engine_id)
+        options = (place, grammars or NoGrammars(), progress, timeline)
         part = build_part(family, source, settings, resolved, *options)
         runner = ranks.drive(part.runner)
+        others = ranks.other_kv(wake)
         undo.pop_all()
     resolved, kv, working, model = part.resolved, part.kv, part.working, part.model
     layout, max_model_tokens = kv.layout, part.max_model_tokens
     memory.add_line("weights", part.weight_bytes)
     memory.add_line("KV", kv.num_bytes)
     pool, *local_pools = _make_pools(kv, observer)
-    numbers = number_format(kv.like.dtype, resolved, part.cpu_weights)
-    identity = kv_identity(folder, hf, kv_layout(family, resolved), random_weights_seed, numbers)
-    fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    rates = StepRates()
-    store = build_store(settings, kv, identity, fingerprint, lambda: rates.prefill_tokens_per_s, wake)
+    identity = identity_of(family, source, part)
+    fingerprint, rates = identity.fingerprint, StepRates()
+    names = (identity, fingerprint, lambda: rates.prefill_tokens_per_s, wake)
+    store = build_store(settings, kv, *names, share=tier_share(family, part), others=others)
     leases = LeaseBook()
 
     def released(lease_id: str) -> None:
@@ -144,15 +142,17 @@ def build_engine(
         wake()
 
     handoff = settings.handoff
-    server = PeerServer(kv, identity, leases, handoff, released) if handoff.serves else None
-    engine_id = server.engine_id if server is not None else uuid.uuid4().hex
+    server = PeerServer(kv, identity, leases, handoff, released, engine_id) if handoff.serves else None
+    if server is not None:
+        server.other_ranks = ranks.kv_addresses
     lease = LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None
     config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, store.max_offers)
     draft_counts = DraftCounts()
     stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
     parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks)
     scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)), local_pools)
-    engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
+    updates = EngineLeases(leases, others)
+    engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, updates, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)
         with timeline.stage("wait for kernels"):
@@ -162,7 +162,7 @@ def build_engine(
     memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
     memory.add_reserve(working.reserve_bytes + working.spare_bytes)
-    if handoff.serves or store.tiers:
+    if handoff.prefills or store.tiers:
         progress("measuring", 0, 1)
         _measure_prefill(runner, config, kv, rates, resolved)
         store.measure()
@@ -187,16 +187,6 @@ def build_engine(
         stored_blocks=stored_blocks,
         ranks=ranks,
     )
-
-
-def _open_draft(drafters: DrafterChoice, folder: Path, family: ModelFamily) -> DraftCheckpoint | None:
-    """Return the files of the draft model, if there is one. `folder` is the target model's."""
-    if drafters.draft_model == MTP:
-        return open_own_draft(folder, family)
-    if drafters.draft_model is None:
-        return None
-    draft_folder = Path(drafters.arguments[EAGLE3])
-    return open_draft(draft_folder, read_hf_config(draft_folder), family)
 
 
 def _make_pools(kv: DeviceKv, observer: PoolObserver | None = None) -> list[BlockPool]:
@@ -230,7 +220,6 @@ def _scheduler_config(
         vocab_size=vocab_size,
         max_tokens=resolved.max_model_tokens,
         stages=resolved.layout.pp,
-        pulls=resolved.layout.num_ranks == 1,
     )
 
 

@@ -1,15 +1,15 @@
 """DeviceDrafter: lets a draft model guess the next tokens of each row, at the end of a step and on the device.
 
 First the draft model runs over all tokens of the step, which fills its KV, at a prompt too. Then it continues each row
-that sampled, from the last accepted token on. It samples its guesses like the target model, with the same noise. They
-stay in the row table (kernels/row_tokens.py), where the next step takes them as drafts.
+that sampled, from the last accepted token on, for as many guesses as the plan says. It samples its guesses like the target
+model, with the same noise. They stay in the row table (kernels/row_tokens.py), where the next step takes them as drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from stoker.kernels.attention_rows import RowGroup
 from stoker.kernels.draft_inputs import draft_rows, next_tokens
 from stoker.kernels.draft_steps import DraftInputs, PageSizes, draft_step, put_draft
 from stoker.kernels.paged import PagedSpans
-from stoker.kernels.row_tokens import MODEL_DRAFTS
 from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kv.device.device_kv import GroupKv
 from stoker.layers.batch import ForwardBatch, GroupInputs
@@ -40,14 +39,32 @@ class DraftStep:
     features: Tensor  # [tokens, hidden]
 
 
+class Guesses(NamedTuple):
+    """The guesses after a step, which are made one after the other. Both parts do the same each time, so that they can be
+    captured as graphs."""
+
+    first: Callable[[], None]  # makes the first guess of each row
+    further: Callable[[], None]  # makes one more
+
+    def make(self, count: int) -> None:
+        if count:
+            self.first()
+        for _ in range(1, count):
+            self.further()
+
+
+NO_GUESSES = Guesses(lambda: None, lambda: None)
+
+
 class Drafter(Protocol):
     """Drafts at the end of each step."""
 
     def start(self) -> StepFeatures:
         """Return empty features, for the forward pass of one step."""
 
-    def draft(self, step: DraftStep, sampled: Tensor, counts: Tensor) -> None:
-        """Draft after a step that sampled and verified these tokens. sampled, counts [heads]: see kernels/verify.py"""
+    def draft(self, step: DraftStep, sampled: Tensor, counts: Tensor) -> Guesses:
+        """Take in a step that sampled and verified these tokens. Return the guesses after it, none of them made yet.
+        sampled, counts [heads]: see kernels/verify.py"""
 
 
 class NoFeatures:
@@ -65,8 +82,8 @@ class NoDrafter:
     def start(self) -> StepFeatures:
         return NoFeatures()
 
-    def draft(self, step: DraftStep, sampled: Tensor, counts: Tensor) -> None:
-        return
+    def draft(self, step: DraftStep, sampled: Tensor, counts: Tensor) -> Guesses:
+        return NO_GUESSES
 
 
 class DraftPlaces(Protocol):
@@ -86,57 +103,54 @@ class DraftPlaces(Protocol):
 
 
 class DeviceDrafter:
-    """Drafts up to `num_drafts` tokens of each row. `num_positions` is the longest context."""
+    """Drafts with one draft model. `num_positions` is the longest context."""
 
     def __init__(
-        self,
-        model: DraftModel,
-        rows: RowTable,
-        group: GroupKv,
-        places: DraftPlaces,
-        num_drafts: int,
-        num_positions: int,
+        self, model: DraftModel, rows: RowTable, group: GroupKv, places: DraftPlaces, num_positions: int
     ) -> None:
-        assert 0 < num_drafts <= MODEL_DRAFTS, num_drafts
         self._model = model
         self._rows = rows
         self._places = places
         self._sizes = PageSizes(group.num_heads, group.block_tokens, group.pages_per_block)
-        self._num_drafts = num_drafts
         self._num_positions = num_positions
 
     def start(self) -> StepFeatures:
         return self._model.features()
 
-    def draft(self, step: DraftStep, sampled: Tensor, counts: Tensor) -> None:
+    def draft(self, step: DraftStep, sampled: Tensor, counts: Tensor) -> Guesses:
         batch, heads = step.batch, step.heads
         assert batch.draft is not None
         following = (heads, sampled, self._rows.tokens)
         next_ids = next_tokens(step.token_rows, batch.token_ids, batch.positions, *following)
         hidden = self._model(next_ids, step.features, batch.positions, batch.draft)
-        if heads.shape[1]:
-            num_rows = min(self._rows.max_rows, heads.shape[1])
-            rows = draft_rows(heads, counts, batch.positions, num_rows, padding=self._rows.max_rows)
-            self._continue(rows, hidden[rows[1]])
+        if not heads.shape[1]:
+            return NO_GUESSES
+        num_rows = min(self._rows.max_rows, heads.shape[1])
+        rows = draft_rows(heads, counts, batch.positions, num_rows, padding=self._rows.max_rows)
+        return self._guesses(rows, hidden[rows[1]])
 
-    def _continue(self, rows: Tensor, hidden: Tensor) -> None:
-        """Put guesses for the next positions of each row into the row table.
+    def _guesses(self, rows: Tensor, hidden: Tensor) -> Guesses:
+        """Return the guesses for the next positions of each row, which are put into the row table.
 
         `hidden` are the draft model's states one position before the last known token, from which the first guess comes.
+        They and the last guesses are overwritten by each guess.
         """
-        lengths = rows[2]
-        token_ids = self._guess(hidden, rows, lengths, 0)
-        for number in range(1, self._num_drafts):
+        number, token_ids = torch.zeros_like(rows[0, :1]), torch.zeros_like(rows[0])
+
+        def guess(lengths: Tensor) -> None:
+            """Sample the next guess of each row."""
+            logits = self._model.logits(hidden)
+            sampled = self._places.sample(logits, rows[0], lengths)
+            token_ids.copy_(put_draft(rows, lengths, sampled, self._rows.tokens, number, logits.shape[1]))
+            number.add_(1)
+
+        def further() -> None:
             inputs = draft_step(rows, self._places.table, number, self._sizes, self._num_positions)
             features = self._model.feedback(hidden)
-            hidden = self._places.forward(self._model, token_ids, features, rows[0], inputs)
-            token_ids = self._guess(hidden, rows, inputs.lengths, number)
+            hidden.copy_(self._places.forward(self._model, token_ids, features, rows[0], inputs))
+            guess(inputs.lengths)
 
-    def _guess(self, hidden: Tensor, rows: Tensor, lengths: Tensor, number: int) -> Tensor:
-        """Sample the next guess of each row, and put it into the row table. Return the token ids."""
-        logits = self._model.logits(hidden)
-        sampled = self._places.sample(logits, rows[0], lengths)
-        return put_draft(rows, lengths, sampled, self._rows.tokens, number, logits.shape[1])
+        return Guesses(lambda: guess(rows[2]), further)
 
 
 class ReferencePlaces:

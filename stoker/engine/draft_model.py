@@ -12,19 +12,30 @@ import torch
 from stoker.base.errors import ModelFilesError
 from stoker.engine.device_drafter import DeviceDrafter, PagedPlaces, ReferencePlaces
 from stoker.engine.memory import ResolvedSettings
+from stoker.engine.model_identity import read_hf_config
 from stoker.engine.rows import RowTable
 from stoker.kv.blocks.layout import KvGroup
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.draft import DraftCheckpoint, DraftModel, PredictsMore
 from stoker.models.eagle3_weights import Eagle3Checkpoint
-from stoker.models.family import Model, ModelFamily
-from stoker.sched.draft_tape import MODEL_GUESSES
+from stoker.models.family import ModelFamily
+from stoker.spec.choose_drafters import EAGLE3, MTP, DrafterChoice
 
 
 def open_draft(folder: Path, hf: Mapping[str, Any], family: ModelFamily) -> DraftCheckpoint:
     """Return the files of a draft model for this target model. `hf` is the folder's config.json. Raises
     ModelFilesError."""
     return Eagle3Checkpoint(hf, folder, family.shape)
+
+
+def open_chosen_draft(drafters: DrafterChoice, folder: Path, family: ModelFamily) -> DraftCheckpoint | None:
+    """Return the files of the draft model, if there is one. `folder` is the target model's."""
+    if drafters.draft_model == MTP:
+        return open_own_draft(folder, family)
+    if drafters.draft_model is None:
+        return None
+    draft_folder = Path(drafters.arguments[EAGLE3])
+    return open_draft(draft_folder, read_hf_config(draft_folder), family)
 
 
 def open_own_draft(folder: Path, family: ModelFamily) -> DraftCheckpoint:
@@ -46,13 +57,14 @@ class LoadedDraft:
     num_positions: int
 
     @classmethod
-    def load(cls, checkpoint: DraftCheckpoint, target: Model, resolved: ResolvedSettings) -> LoadedDraft:
-        """Load the weights. Raises ModelFilesError, with the name of the tensor, for weights that do not fit."""
+    def load(cls, checkpoint: DraftCheckpoint, target: Any, resolved: ResolvedSettings) -> LoadedDraft:
+        """Load the weights. Raises ModelFilesError, with the name of the tensor, for weights that do not fit. `target` is the
+        target model, or what a rank has of it (SplitTarget)."""
         return cls._make(checkpoint, target, resolved, resolved.device, loads=True)
 
     @classmethod
     def stand_in(
-        cls, checkpoint: DraftCheckpoint, target: Model, resolved: ResolvedSettings, device: torch.device
+        cls, checkpoint: DraftCheckpoint, target: Any, resolved: ResolvedSettings, device: torch.device
     ) -> LoadedDraft:
         """Return the draft model without weights, for a device that has none."""
         return cls._make(checkpoint, target, resolved, device, loads=False)
@@ -61,7 +73,7 @@ class LoadedDraft:
     def _make(
         cls,
         checkpoint: DraftCheckpoint,
-        target: Model,
+        target: Any,
         resolved: ResolvedSettings,
         device: torch.device,
         *,
@@ -71,7 +83,7 @@ class LoadedDraft:
         torch.set_default_dtype(resolved.dtype)
         try:
             with device:
-                model = checkpoint.build(target, resolved.max_model_tokens)  # type: ignore[arg-type]
+                model = checkpoint.build(target, resolved.max_model_tokens)
         finally:
             torch.set_default_dtype(default)
         if loads:
@@ -98,4 +110,4 @@ class LoadedDraft:
         dtype = attention_dtype or kv.like.dtype
         in_place = kv.like.dtype == kv.blocks.dtype == dtype
         places = PagedPlaces(kv.draft, rows) if paged else ReferencePlaces(kv.draft, rows, dtype, in_place)
-        return DeviceDrafter(self.model, rows, kv.draft, places, MODEL_GUESSES, self.num_positions)
+        return DeviceDrafter(self.model, rows, kv.draft, places, self.num_positions)

@@ -45,7 +45,7 @@ def can_page(kv: DeviceKv) -> bool:
 
 def _has_kernels(like: Tensor, group: GroupKv) -> bool:
     if group.kind == "latent":
-        return mla.fits(like, group.all_pages, group.block_tokens, group.width)
+        return mla.fits(like, group.all_pages, group.page_tokens, group.width)
     return fits(like, group.block_tokens, group.width)
 
 
@@ -75,7 +75,8 @@ class GpuSteps:
         self._kv = kv
         self._rows = rows
         self._drafter = drafter or NoDrafter()
-        queries = [*[num_heads] * len(kv.groups), draft_heads]
+        # With a split context, a rank computes the heads of all ranks that hold a part of it.
+        queries = [*(num_heads * group.split.of for group in kv.groups), draft_heads]
         groups = list(zip(queries, kv.all_groups, strict=False))
         # The expanded form of latent attention (kernels/mla.py) does not go through cuDNN.
         shapes = [(heads, group.num_heads, group.width) for heads, group in groups if group.kind != "latent"]
@@ -116,12 +117,16 @@ class GpuSteps:
         """
         data = StepData(plan, self._cutter)
         captured = self._graphs.find(data.needed)
+        # Guesses after tokens that are sampled elsewhere are made there.
+        num_guesses = plan.num_guesses if samples else 0
         if captured is not None:
-            return captured.run(self._pack(data, captured.shape, samples))
+            return captured.run(self._pack(data, captured.shape, samples), num_guesses)
         dense = data.take_dense_prefixes(self._dense.lengths) if self._uses_dense else ()
         shape = data.exact
         packed = self._pack(data, shape, samples).to(self._kv.device, non_blocking=True)
-        return self._forward(StepInputs.of(packed, shape), dense)
+        outputs = self._forward(StepInputs.of(packed, shape), dense)
+        outputs.guesses.make(num_guesses)
+        return outputs
 
     def _pack(self, data: StepData, shape: StepShape, samples: bool) -> Tensor:
         """Pack the inputs into pinned memory. torch does not reuse it before the GPU has read it."""
@@ -137,20 +142,20 @@ class GpuSteps:
             token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, table, *sizes)
             where = (table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
             spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form, group.reach)
-            groups.append(GroupInputs(slots, spans, group))
+            groups.append(GroupInputs(group.split.slots(slots, group.block_tokens), spans, group))
         num_groups, features = len(self._kv.groups), self._drafter.start()
         batch = ForwardBatch(token_ids, positions, tuple(groups[:num_groups]), *groups[num_groups:])
         hidden = self._model(batch, features.taps)
         heads = inputs.heads
         step = DraftStep(batch, inputs.tokens[0], heads, features.value())
         if not heads.shape[1]:
-            self._drafter.draft(step, heads[0], heads[0])
-            return StepOutputs(None, heads[0], heads[0], token_ids, positions, step)
+            guesses = self._drafter.draft(step, heads[0], heads[0])
+            return StepOutputs(None, heads[0], heads[0], token_ids, positions, step, guesses)
         logits = self._model.logits(hidden[heads[0]])
         sampled = sample_rows_triton(logits, heads[1], head_lengths_triton(heads, positions), rows.settings)
         counts = verify_triton(heads, token_ids, positions, sampled, rows.tokens)
-        self._drafter.draft(step, sampled, counts)
-        return StepOutputs(logits, sampled, counts, token_ids, positions, step)
+        guesses = self._drafter.draft(step, sampled, counts)
+        return StepOutputs(logits, sampled, counts, token_ids, positions, step, guesses)
 
 
 def max_captured_tokens(needed: int) -> int:

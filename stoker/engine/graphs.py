@@ -12,16 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from stoker.engine.device_drafter import DraftStep
+from stoker.engine.device_drafter import NO_GUESSES, DraftStep, Guesses
 from stoker.engine.packed import StepInputs, StepShape
 
 # After this many steps that had to run in a larger shape, the missing shape is captured at once, even under load.
 _MAX_MISSES = 8
+_GUESSES_OF_EACH_KIND = 2  # the first one and a further one
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class StepOutputs:
     token_ids: Tensor  # [tokens]: the step's tokens, with the drafts that were taken from tapes
     positions: Tensor  # [tokens]
     draft: DraftStep
+    guesses: Guesses  # of a draft model, after the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,11 @@ class CapturedStep:
     outputs: StepOutputs
     graph: torch.cuda.CUDAGraph
 
-    def run(self, packed: Tensor) -> StepOutputs:
-        """Replay the step. The outputs are valid until the next captured step runs."""
+    def run(self, packed: Tensor, num_guesses: int) -> StepOutputs:
+        """Replay the step, and make guesses after it. The outputs are valid until the next captured step runs."""
         self.inputs.packed.copy_(packed, non_blocking=True)
         self.graph.replay()
+        self.outputs.guesses.make(num_guesses)
         return self.outputs
 
 
@@ -84,7 +89,7 @@ class StepGraphs:
     def dry_run(self, *, with_rest: bool) -> None:
         """Run a step of each first shape, or of each shape, without capturing it."""
         for shape in self._uncaptured[: None if with_rest else self._num_first]:
-            self._forward(StepInputs.empty(shape, self._device))
+            self._forward(StepInputs.empty(shape, self._device)).guesses.make(_GUESSES_OF_EACH_KIND)
 
     def capture_first(self) -> None:
         for _ in range(self._num_first):
@@ -117,20 +122,31 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, shape: StepShape) -> CapturedStep:
         inputs = StepInputs.empty(shape, self._device)
-        self._forward(inputs)  # compiles kernels and loads libraries, which must not happen during the capture
+        # It compiles kernels and loads libraries, which must not happen during the capture.
+        self._forward(inputs).guesses.make(_GUESSES_OF_EACH_KIND)
+        graph, outputs = self._captured_graph(lambda: self._forward(inputs))
+        if outputs.guesses is not NO_GUESSES:
+            # The guesses are graphs of their own, so that a step can have any number of them. What they share with the step
+            # stays allocated until all are captured.
+            guesses = Guesses(*(self._captured_graph(part)[0].replay for part in outputs.guesses))
+            outputs = replace(outputs, guesses=guesses)
+        logits = None if outputs.logits is None else _borrowed(outputs.logits)
+        features = outputs.draft.features
+        draft = replace(outputs.draft, features=_borrowed(features) if features.is_cuda else features)
+        return CapturedStep(shape, inputs, replace(outputs, logits=logits, draft=draft), graph)
+
+    def _captured_graph(self, function: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
+        """Capture what a function launches. Return the graph, and what the function returned."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             # Other threads may use the GPU for transfers meanwhile. That is not an error.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                outputs = self._forward(inputs)
+                result = function()
             finally:
                 graph.capture_end()
-        logits = None if outputs.logits is None else _borrowed(outputs.logits)
-        features = outputs.draft.features
-        draft = replace(outputs.draft, features=_borrowed(features) if features.is_cuda else features)
-        return CapturedStep(shape, inputs, replace(outputs, logits=logits, draft=draft), graph)
+        return graph, result
 
 
 class _BorrowedMemory:

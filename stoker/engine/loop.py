@@ -12,9 +12,9 @@ from queue import SimpleQueue
 from stoker.base.clock import Clock
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
+from stoker.engine.engine_leases import EngineLeases
 from stoker.engine.runner import LaunchedStep, StepRunner
 from stoker.kv.blocks.transfer import KvTicket
-from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.store.kv_store import KvStore
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import Finish, GenerateRequest, TokenChunks, TokenUsage
@@ -32,7 +32,7 @@ class Engine:
         clock: Clock,
         steps_ahead: int,
         store: KvStore,
-        leases: LeaseBook,
+        leases: EngineLeases,
         rates: StepRates,
     ) -> None:
         self._scheduler = scheduler
@@ -44,6 +44,7 @@ class Engine:
         self._released: SimpleQueue[str] = SimpleQueue()  # leases that a peer no longer needs
         self._closing: set[str] = set()  # leases to close as soon as no peer reads from them
         self._tickets: dict[RequestId, KvTicket] = {}  # released with the first chunk of their request
+        self._load_tickets: dict[int, KvTicket] = {}  # released when their load has ended
         self._launched: deque[LaunchedStep] = deque()
         self._chunks = TokenChunks()  # returned by the next step()
         self.idle = False
@@ -88,6 +89,15 @@ class Engine:
     def cancel(self, request_id: RequestId) -> None:
         self._chunks.extend(self._scheduler.cancel(request_id))
 
+    def hand_off(self, request_id: RequestId, lease_id: str) -> None:
+        """Let another worker continue a request. Its last chunk has a ticket for its KV, if it has any."""
+        self._keep_passed_on(self._scheduler.hand_off(request_id, lease_id))
+
+    def hand_back(self, request: GenerateRequest) -> None:
+        """Let another worker run a request that was not added. It gets the ticket that came with the request."""
+        usage = TokenUsage(request.num_prompt, 0, len(request.token_ids) - request.num_prompt)
+        self._chunks.add(request.request_id, [], usage, None, Finish("handoff"), request.ticket)
+
     def release_lease(self, lease_id: str) -> None:
         """Release a lease whose KV the peer has pulled. Can be called from any thread."""
         self._released.put(lease_id)
@@ -100,6 +110,8 @@ class Engine:
         now = self._clock.now()
         for result in self._store.take_finished_loads():
             self._scheduler.finish_load(result)
+            if (ticket := self._load_tickets.pop(result.load_id, None)) is not None:
+                self._store.release(ticket)
         self._chunks.extend(self._scheduler.expire(now))
         plan = self._scheduler.plan()
         self._empty_lost_leases()
@@ -120,14 +132,14 @@ class Engine:
 
         A peer confirms a lease after it has read its blocks. It must not get a confirmation for overwritten blocks.
         """
-        for lease_id in self._scheduler.take_emptied_leases():
-            if lease_id in self._leases:
-                self._leases.put(lease_id, (), (), 0, complete=False)
+        self._leases.empty(self._scheduler.take_emptied_leases())
 
     def _launch(self, plan: StepPlan) -> None:
         self._launched.append(self._runner.launch(plan))
         for load in plan.loads:
             self._store.start_load(load)
+            if load.ticket is not None:
+                self._load_tickets[load.load_id] = load.ticket
 
     def _commit(self, max_launched: int) -> int:
         """Wait for the oldest steps until at most `max_launched` are in flight. Return how many were committed."""
@@ -141,7 +153,15 @@ class Engine:
                 self.rates.record(step.plan, result.step_s)
             self._chunks.extend(self._scheduler.commit(result))
             num_committed += 1
+        self._keep_passed_on(self._scheduler.end_leaving())
         return num_committed
+
+    def _keep_passed_on(self, leaving: TokenChunks) -> None:
+        """Return the last chunks of leaving requests with the next step. A ticket that is passed on is not released."""
+        for i, ticket in leaving.tickets.items():
+            if self._tickets.get(leaving.request_ids[i]) == ticket:
+                del self._tickets[leaving.request_ids[i]]
+        self._chunks.extend(leaving)
 
     def _offer_blocks(self) -> int:
         """Offer new blocks to the store, and release those that it has copied. Return how many were released."""
@@ -154,13 +174,12 @@ class Engine:
     def _update_leases(self, now: float) -> int:
         """Publish the leased KV that is ready, and close leases that ended. Return how many were closed."""
         leased, broken = self._scheduler.take_leases()
-        for kv in leased:
-            self._leases.put(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names, kv.kv_set)
+        self._leases.put(leased)
         self._closing.update(broken)
         while not self._released.empty():
             self._closing.add(self._released.get())
         self._closing.update(self._scheduler.expired_leases(now))
-        closed = [lease_id for lease_id in self._closing if self._leases.close(lease_id)]
+        closed = self._leases.close(self._closing) if self._closing else []
         for lease_id in closed:
             self._closing.discard(lease_id)
             self._scheduler.release_lease(lease_id)

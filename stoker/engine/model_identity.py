@@ -62,12 +62,13 @@ def kv_identity(
 
 
 def number_format(dtype: torch.dtype, resolved: ResolvedSettings, cpu_weights: CpuWeights) -> str:
-    """Describe how the model computes. Engines that differ in it compute KV that differs in its last bits at least."""
+    """Describe how the model computes. Engines that differ in it compute KV that differs in its last bits at least.
+
+    The number of ranks is not a part of it, although it changes the last bits: engines of any two layouts share KV.
+    """
     parts = [str(dtype).removeprefix("torch.")]
     if cpu_weights.format is not None:
         parts.append(f"weights {cpu_weights.format}")
     if resolved.exact:
         parts.append("exact")
-    if resolved.layout.tp > 1:
-        parts.append(f"sums of {resolved.layout.tp} ranks")
     return ", ".join(parts)

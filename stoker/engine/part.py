@@ -24,13 +24,17 @@ from stoker.engine.kernel_limits import check_limits
 from stoker.engine.kernel_plan import PreparedKernels, build_model, prepare_kernels
 from stoker.engine.kv_memory import blocks_per_set
 from stoker.engine.memory import ResolvedSettings, with_default_drafters
+from stoker.engine.model_identity import kv_identity, number_format
 from stoker.engine.ranks.place import RankPlace
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
+from stoker.engine.split_target import draft_target
 from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.paged import most_shared
 from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import KvIdentity
 from stoker.kv.device.device_kv import DeviceKv
+from stoker.layers.mla import exchanged_bytes
 from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily
 from stoker.models.weights import load, parameter_slices
@@ -41,13 +45,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the weights come from. With `random_seed`, no weight files are read. `cache_dir` has the choice of CPU kernels."""
+    """Where the weights come from. With `random_seed`, no weight files are read. `cache_dir` has the choice of CPU kernels,
+    `draft` are the files of the draft model."""
 
     folder: Path
     hf: Mapping[str, Any]
     random_seed: int | None = None
     ahead: WeightReadAhead | None = None
     cache_dir: Path | None = None
+    draft: DraftCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,12 +78,13 @@ def build_part(
     resolved: ResolvedSettings,
     place: RankPlace,
     grammars: Grammars,
-    checkpoint: DraftCheckpoint | None = None,
     progress: Progress = lambda stage, done, total: None,
     timeline: Timeline | None = None,
 ) -> EnginePart:
-    """Load a rank's weights and allocate its KV cache. `family` is that of the whole model, `checkpoint` the draft model's."""
+    """Load a rank's weights and allocate its KV cache. `family` is that of the whole model. Every rank of the first stage has
+    the whole draft model."""
     timeline = timeline or Timeline()
+    checkpoint = source.draft if place.stages.is_first else None
     family = family.sharded(place.shard) if place.layout.num_ranks > 1 else family
     kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved, place.shard), checkpoint)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
@@ -90,7 +97,10 @@ def build_part(
         if cpu_weights.kernel is not None:
             resolved = with_default_drafters(resolved, settings)
         model, weight_bytes = _load_model(family, resolved, source, progress, cpu_weights, place)
-        draft = None if checkpoint is None else LoadedDraft.load(checkpoint, model, resolved)
+        draft = None
+        if checkpoint is not None:
+            target = draft_target(model, place.mesh, family.shape.vocab_size)
+            draft = LoadedDraft.load(checkpoint, target, resolved)
         weight_bytes += 0 if draft is None else draft.num_bytes
     with timeline.stage("KV"):
         kv, working = _make_kv(settings, family, resolved, model, draft, place)
@@ -119,8 +129,24 @@ def build_part(
         draft,
         place.mesh,
         place.stages,
+        () if source.draft is None else source.draft.taps,
     )
     return EnginePart(resolved, model, weight_bytes, cpu_weights, kv, working, kernels, runner, max_model_tokens)
+
+
+def identity_of(family: ModelFamily, source: ModelSource, part: EnginePart) -> KvIdentity:
+    """Return the identity of the KV of the whole model, which is the same on all ranks. `family` is that of the whole model."""
+    numbers = number_format(part.kv.like.dtype, part.resolved, part.cpu_weights)
+    return kv_identity(source.folder, source.hf, kv_layout(family, part.resolved), source.random_seed, numbers)
+
+
+def tier_share(family: ModelFamily, part: EnginePart) -> float:
+    """Return a rank's part of the capacity of the tiers: that of its blocks in the blocks of all ranks. `family` is that of
+    the whole model."""
+    own, whole = part.kv.layout, kv_layout(family, part.resolved)
+    copies = part.resolved.layout.tp * own.num_heads / own.model_heads  # several ranks may hold the same heads
+    own_bytes, all_bytes = (sum(one.layout.block_bytes for one in layout.sets) for layout in (own, whole))
+    return own_bytes / (copies * all_bytes)
 
 
 def _attention_dtype(resolved: ResolvedSettings) -> torch.dtype | None:
@@ -170,22 +196,41 @@ def _make_kv(
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step, on every rank."""
     layout = kv_layout(family, resolved, place.shard)
-    working = WorkingMemory.plan(
-        resolved.step_tokens,
-        resolved.captured_tokens,
-        resolved.max_rows,
-        family.shape.vocab_size,
-        resolved.dtype.itemsize,
-        model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token),
-        resolved.keeps_spare,
-        _partial_bytes(family, resolved, layout, draft) if resolved.exact and resolved.device.type == "cuda" else 0,
-        0 if draft is None else draft.logits_bytes(resolved.max_rows),
-    )
+    partial_bytes = 0
+    if resolved.exact and resolved.device.type == "cuda":
+        partial_bytes = _partial_bytes(family, resolved, layout, draft)
+    bytes_per_token = model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token)
+    working = working_memory(family, resolved, place.shard, bytes_per_token, draft, partial_bytes)
     group = None if draft is None else draft.kv_group
     if group is not None and layout.sets[0].reach.is_bounded:
         raise ConfigError("a draft model needs a model with layers that see all tokens; use --drafter without model:")
     blocks = [place.agree_on(count) for count in blocks_per_set(settings, resolved, layout, working, group)]
     return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
+
+
+def working_memory(
+    family: ModelFamily,
+    resolved: ResolvedSettings,
+    shard: Shard,
+    bytes_per_token: int,
+    draft: LoadedDraft | None = None,
+    partial_bytes: int = 0,
+) -> WorkingMemory:
+    """Return the plan of a rank's memory besides weights and KV. `bytes_per_token` are those of all models together.
+    `partial_bytes`: what numerics=exact adds."""
+    return WorkingMemory.plan(
+        resolved.step_tokens,
+        resolved.captured_tokens,
+        resolved.max_rows,
+        family.shape.vocab_size,
+        resolved.dtype.itemsize,
+        bytes_per_token,
+        resolved.keeps_spare,
+        partial_bytes,
+        0 if draft is None else draft.logits_bytes(resolved.max_rows),
+        shard.has_ends,
+        partial(exchanged_bytes, family.kv_groups[0].width, shard.cp, resolved.dtype.itemsize),
+    )
 
 
 def max_context(resolved: ResolvedSettings, kv: DeviceKv) -> int:
@@ -199,7 +244,7 @@ def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLa
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
     most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // min(one.layout.block_bytes for one in layout.sets)
-    groups = [(shape.num_heads, group) for group in layout.groups]
+    groups = [(shape.num_heads * layout.num_parts, group) for group in layout.groups]
     if draft is not None:
         groups.append((draft.num_heads, draft.kv_group))
     heads = [cut_heads(num_heads, group) for num_heads, group in groups]
@@ -236,4 +281,6 @@ def kv_layout(family: ModelFamily, resolved: ResolvedSettings, shard: Shard = WH
         dtype_bytes=resolved.kv_dtype.itemsize,
         first_head=piece.index * (heads // piece.of),
         held_heads=None if piece.is_whole else heads // piece.of,
+        part=shard.context.index,
+        num_parts=shard.cp,
     )

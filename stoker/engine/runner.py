@@ -24,6 +24,7 @@ from stoker.engine.heads import SamplingSpan, first_heads, heads_of, sampling_sp
 from stoker.engine.inputs import build_inputs
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import SampledTokens, sample
+from stoker.engine.stage_taps import StageTaps
 from stoker.engine.threads import Threads
 from stoker.kernels.transfer import to_host
 from stoker.kernels.verify import verify
@@ -178,13 +179,16 @@ class Runner:
         draft: LoadedDraft | None = None,
         mesh: Mesh = ALONE,
         stages: Stages = ONE_STAGE,
+        tapped: Sequence[int] = (),
     ) -> None:
         """`attention_dtype` is that of attention with the reference kernels, by default the model's.
 
         `exact`: a token's logits depend only on the tokens before it. `drafts_grammar`: results contain what the grammars
         force next. `verifies`: plans may have drafts. `uses_grid`: attention is that of attention_grid.py. `draft` is the
-        draft model. `mesh` has the other ranks of this stage, `stages` the other stages.
+        draft model. `mesh` has the other ranks of this stage, `stages` the other stages, and `tapped` the layers of the whole
+        model whose hidden states the draft model of the first stage needs.
         """
+        self._taps = StageTaps(stages, tapped)
         self._mesh, self._stages = mesh, stages
         self._grid_heads = num_heads if uses_grid else None
         self._exact = exact
@@ -301,7 +305,8 @@ class Runner:
             return VerifiedTokens(sampled, to_host(outputs.counts) if plan.num_drafts else None, firsts)
         spans = sampling_spans(plan, firsts, outputs.token_ids, outputs.positions)
         heads = torch.from_numpy(heads_of(plan)).to(outputs.positions.device, non_blocking=True)
-        return self._sample(outputs.logits[:num_heads], spans, replace(outputs.draft, heads=heads), states)
+        step = replace(outputs.draft, heads=heads)
+        return self._sample(outputs.logits[:num_heads], spans, step, states, plan.num_guesses)
 
     def _step(self, plan: StepPlan, states: list[RowState]) -> Callable[[], VerifiedTokens | None]:
         """Run this stage's layers with the reference kernels. The returned function samples."""
@@ -312,18 +317,19 @@ class Runner:
         if not len(batch.token_ids):  # all rows are at their limits
             nothing = VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))
             return lambda: nothing
-        features = self._drafter.start()
-        hidden = self._model(batch, features.taps, stages.entering(len(batch.token_ids)))
+        features, num_tokens = self._drafter.start(), len(batch.token_ids)
+        hidden = self._model(batch, self._taps.here(features), stages.entering(num_tokens))
         stages.leave(hidden, heads)
-        step = DraftStep(batch, inputs.token_rows, inputs.heads, features.value())
 
         def finish() -> VerifiedTokens | None:
             if not stages.is_first:
                 return None
+            step = DraftStep(batch, inputs.token_rows, inputs.heads, self._taps.collect(features, num_tokens))
             if not len(heads):
                 self._drafter.draft(step, heads, heads)
                 return None
-            return self._sample(self._model.logits(stages.result(hidden, heads)), inputs.spans, step, states)
+            logits = self._model.logits(stages.result(hidden, heads))
+            return self._sample(logits, inputs.spans, step, states, plan.num_guesses)
 
         return finish
 
@@ -333,6 +339,7 @@ class Runner:
         spans: list[SamplingSpan],
         step: DraftStep,
         states: list[RowState],
+        num_guesses: int,
     ) -> VerifiedTokens:
         # A step that is finished later comes after all steps before it.
         waits = self._last is not None and not self._stages.is_deferred
@@ -341,7 +348,7 @@ class Runner:
         sampled = self._sample_on_ranks(logits, spans, plain=all(state.is_plain for state in states))
         batch, token_ids = step.batch, sampled.token_ids
         counts = verify(step.heads, batch.token_ids, batch.positions, token_ids, self._rows.tokens)
-        self._drafter.draft(step, token_ids, counts)
+        self._drafter.draft(step, token_ids, counts).make(num_guesses)
         has_drafts = any(span.drafts or span.head < 0 for span in spans)
         return VerifiedTokens(sampled.to_host(), to_host(counts) if has_drafts else None, [span.head for span in spans])
 

@@ -15,6 +15,7 @@ from stoker.kv.store.block_io import block_io
 from stoker.kv.store.buffer_pool import HEADROOM_BYTES
 from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
 from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.kv.store.other_stores import OtherStores
 from stoker.kv.store.set_store import SetParts
 from stoker.kv.store.tiers.tier import TierContext, build_tier, check_tier_names, tier_names
 
@@ -26,8 +27,14 @@ def build_store(
     fingerprint: str,
     prefill_tokens_per_s: Callable[[], float | None],
     wake: Callable[[], None],
+    *,
+    share: float = 1.0,
+    others: OtherStores | None = None,
+    reports_events: bool = True,
 ) -> KvStore:
-    events: deque[TierEvent] = deque()
+    """Build the store of a rank. `share` is its part of the capacity of the tiers, `others` are the stores of the other
+    ranks. Only the first rank reports events, because the blocks of all ranks have the same keys."""
+    events: deque[TierEvent] = deque(maxlen=None if reports_events else 0)
 
     def on_evicted(tier: str, keys: Sequence[BlockKey]) -> None:
         events.append(TierEvent(tier, removed=tuple(keys)))
@@ -41,10 +48,10 @@ def build_store(
     parts = []
     for number, (one, memory) in enumerate(zip(kv.layout.sets, kv.sets, strict=True)):
         # Each block is stored once per KV set, so that every set needs its share of a tier.
-        share = block_bytes[number] / sum(block_bytes)
+        part = share * block_bytes[number] / sum(block_bytes)
         suffix = f":{one.reach.name}" if number else ""
         tiers = _set_tiers(
-            settings.store, one, fingerprint, suffix, share, _ignore if number else on_evicted, on_forgotten
+            settings.store, one, fingerprint, suffix, part, _ignore if number else on_evicted, on_forgotten
         )
         parts.append(SetParts(tiers, block_io(memory), block_bytes[number], one.reach))
     store = KvStore(
@@ -52,6 +59,7 @@ def build_store(
         PeerClient(kv, identity, settings.handoff),
         StoreContext(fingerprint, kv.layout.block_tokens, kv.like.is_cuda, prefill_tokens_per_s, wake),
         events,
+        others,
     )
     return store
 
@@ -65,12 +73,13 @@ def _set_tiers(
     on_evicted: Callable[[str, Sequence[BlockKey]], None],
     on_forgotten: Callable[[MeasuredTier, Sequence[BlockKey]], None],
 ) -> list[MeasuredTier]:
-    """Return the tiers of one KV set. `suffix` distinguishes their fingerprint and names from those of the first set."""
+    """Return the tiers of one KV set. `suffix` distinguishes their fingerprint and names from those of the first set. Ranks
+    with other heads or layers have another fingerprint too."""
     tiers: dict[str, MeasuredTier] = {}
 
     def add(name: str) -> None:
         context = TierContext(
-            fingerprint + suffix,
+            fingerprint + suffix + one.layout.shard_name,
             one.layout,
             lambda keys: on_evicted(name, keys),
             lambda keys: on_forgotten(tiers[name], keys),

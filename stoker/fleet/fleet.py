@@ -8,7 +8,7 @@ changes, or until the time at which a worker's health changes by itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.ejection import brought_back
@@ -31,6 +31,7 @@ class Member:
     report: LoadReport | None = None
     reported_at: float = 0.0
     seen_at: float = 0.0  # when it was added, or last sent a heartbeat
+    role_at: float = 0.0  # when it joined or got its role
     share: float = 1.0  # slow start: fraction of its full speed, updated when a pool is built
     weight: float = 1.0  # share of the work: the configured weight times `share`
     tokens_per_s: float = 1.0  # prefill speed: its own if known, else the fleet's average; reduced in slow start
@@ -75,6 +76,7 @@ class Fleet:
         if member is not None:
             member.seen_at = now
             if member.spec != spec:
+                member.role_at = now if member.spec.role is not spec.role else member.role_at
                 member.spec = spec
                 member.models = frozenset(spec.models) or member.models
                 self._invalidate()
@@ -82,7 +84,7 @@ class Fleet:
         # The first workers of a fleet skip the slow start: there is no other worker to take the load meanwhile.
         first = not any(now - other.joined_at > self._settings.health.slow_start_s for other in self._members.values())
         health = WorkerHealth(self._settings.health, now, warm=first)
-        member = Member(spec, health, frozenset(spec.models), joined_at=now, seen_at=now)
+        member = Member(spec, health, frozenset(spec.models), joined_at=now, seen_at=now, role_at=now)
         self._members[spec.worker_id] = member
         self._update_rates()
         self._invalidate()
@@ -96,6 +98,13 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is not None:
             member.health.drain(on, now)
+            self._invalidate()
+
+    def set_role(self, worker_id: WorkerId, role: Role, now: float) -> None:
+        """Give a worker another role. The next request sees it."""
+        member = self._members.get(worker_id)
+        if member is not None:
+            member.spec, member.role_at = replace(member.spec, role=role), now
             self._invalidate()
 
     def expire(self, now: float, silent_s: float) -> list[WorkerId]:

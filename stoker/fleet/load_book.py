@@ -59,6 +59,7 @@ class Reservation:
     _load: WorkerLoad
     _book: LoadBook
     _open: bool = True
+    queued_tokens: float = 0.0  # prompt tokens that waited at the worker when the reservation was made
 
     def first_token(self, now: float) -> None:
         if self in self._load._prefilling:
@@ -88,6 +89,8 @@ class LoadBook:
     def __init__(self, recent_half_life_s: float = 120.0) -> None:
         self._decay_per_s = log(2) / recent_half_life_s
         self._loads: dict[WorkerId, WorkerLoad] = {}
+        # Prompt tokens and requests that were reserved, since the start.
+        self.arrived_tokens = self.arrived_requests = 0
         self._changed: set[WorkerId] = set()  # at most one entry for each worker
 
     def take_changed(self) -> set[WorkerId]:
@@ -108,7 +111,8 @@ class LoadBook:
         """Reserve a request's work. `returning`: it came to this worker for cached blocks that others do not have."""
         load = self.load(worker_id, now)
         self._changed.add(worker_id)
-        reservation = Reservation(worker_id, prefill_tokens, context_tokens, output_tokens, load, self)
+        reservation = self._new_reservation(worker_id, prefill_tokens, context_tokens, output_tokens, load)
+        reservation.queued_tokens = load.queued_tokens
         load._prefilling[reservation] = None
         load.prefill_tokens += prefill_tokens
         load.queued_tokens += prefill_tokens
@@ -118,7 +122,21 @@ class LoadBook:
         load.recent_requests += 1
         load.recent_tokens += prefill_tokens
         load.recent_returns += returning
+        self.arrived_tokens += prefill_tokens
+        self.arrived_requests += 1
         return reservation
+
+    def _new_reservation(
+        self, worker_id: WorkerId, prefill: int, context: int, output: int, load: WorkerLoad
+    ) -> Reservation:
+        return Reservation(worker_id, prefill, context, output, load, self)
+
+    def changes_by_reading(self, worker_id: WorkerId, now: float, tokens_per_s: float) -> bool:
+        """Return True if `load` with these arguments would advance the estimate of the worker's queue."""
+        load = self._loads.get(worker_id)
+        if load is None or now - load._as_of > _SAME_TIME_S:
+            return True
+        return bool(tokens_per_s) and tokens_per_s != load._tokens_per_s
 
     def load(self, worker_id: WorkerId, now: float, tokens_per_s: float = 0.0) -> WorkerLoad:
         """Return the worker's load at `now`. `tokens_per_s` is its prefill rate; 0 keeps the rate of the last call."""

@@ -1,4 +1,4 @@
-"""`/admin/*`: shows fleet, recent routes, reservations and queues; drains, adds and removes workers. All JSON.
+"""`/admin/*`: shows fleet, recent routes, reservations and queues; changes the worker list, drains and roles. All JSON.
 
 Requests need the admin token. If none is configured, the admin API is disabled. It only reads the state of other
 components; changes of the worker list go through `MembershipChanges`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from inspect import isawaitable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -19,23 +20,31 @@ from stoker.base.log import EventLog
 from stoker.base.settings import from_table
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
+from stoker.fleet.spec import Role
+from stoker.gateway.admission.admin_access import admin_refusal
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
+from stoker.gateway.duties import Duties
 from stoker.gateway.store.audit import AUDIT_TABLES, audit, last_audits
 from stoker.gateway.store.store import StoreRefused
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
+    ADMIN_DRAIN_PATH,
     ADMIN_FLEET_PATH,
     ADMIN_MISSES_PATH,
+    ADMIN_ROLE_PATH,
+    ADMIN_SCALE_PATH,
     ADMIN_STATUS_PATH,
+    ADMIN_UNDRAIN_PATH,
     GatewayStatus,
     MissList,
     ReportedLoad,
     ReservedLoad,
+    ScaleWishes,
     WorkerList,
     WorkerStatus,
 )
@@ -44,7 +53,6 @@ from stoker.routing.router import Router
 _MAX_ROUTES = 1000
 _AUDIT_PATH = b"/admin/audit"
 _AUDIT_BYTES = 512
-_NO_TOKEN = "Admin requests need the admin token: send it as `Authorization: Bearer TOKEN`."
 
 log = EventLog("admin")
 
@@ -58,6 +66,8 @@ class AdminView:
     router: Router
     admission: Admission
     workers: MembershipChanges
+    duties: Duties
+    wishes: Callable[[], ScaleWishes]
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
     misses: Callable[[str | None], MissList]
@@ -80,19 +90,19 @@ class AdminEndpoint:
             (b"GET", b"/admin/ledger"): self._ledger,
             (b"GET", b"/admin/queues"): self._queues,
             (b"GET", ADMIN_MISSES_PATH.encode()): self._misses,
+            (b"GET", ADMIN_SCALE_PATH.encode()): self._scale,
             (b"GET", _AUDIT_PATH): self._no_audit,
-            (b"POST", b"/admin/drain"): self._drain,
-            (b"POST", b"/admin/undrain"): self._undrain,
+            (b"POST", ADMIN_DRAIN_PATH.encode()): self._drain,
+            (b"POST", ADMIN_UNDRAIN_PATH.encode()): self._undrain,
+            (b"POST", ADMIN_ROLE_PATH.encode()): self._set_role,
             (b"POST", b"/admin/workers"): self._add_worker,
             (b"DELETE", b"/admin/workers"): self._remove_worker,
         }
 
     async def answer(self, request: EndpointRequest) -> Reply:
-        if not self._token.configured:
-            message = "The admin API is disabled: start the gateway with --admin-token-file."
-            return error_reply(404, message, code="unknown_url")
-        if not self._token.allows(request):
-            return error_reply(401, _NO_TOKEN, code="invalid_admin_token")
+        refusal = admin_refusal(self._token, request)
+        if refusal is not None:
+            return refusal
         handler = self._routes.get((request.method, request.path))
         if handler is None:
             allowed = sorted({method for method, path in self._routes if path == request.path})
@@ -104,6 +114,8 @@ class AdminEndpoint:
             count = _count(query, 100)
             return json_reply({"audit": await self._store.read(lambda reader: last_audits(reader, count))})
         answer = handler(request, query)
+        if isawaitable(answer):
+            answer = await answer
         if request.method != b"GET":
             await self._audit(request, query)
         return json_reply(answer)
@@ -122,7 +134,8 @@ class AdminEndpoint:
     # ---- reading
 
     def _status(self, request: EndpointRequest, query: dict[str, str]) -> GatewayStatus:
-        return self._view.status()
+        changes = sorted({path.decode() for method, path in self._routes if method == b"POST"})
+        return msgspec.structs.replace(self._view.status(), changes=changes)
 
     def _fleet(self, request: EndpointRequest, query: dict[str, str]) -> WorkerList:
         now = self._view.clock()
@@ -151,20 +164,28 @@ class AdminEndpoint:
     def _misses(self, request: EndpointRequest, query: dict[str, str]) -> MissList:
         return self._view.misses(query.get("key"))
 
+    def _scale(self, request: EndpointRequest, query: dict[str, str]) -> ScaleWishes:
+        return self._view.wishes()
+
     # ---- changing
 
-    def _drain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
-        return self._set_drain(query, True)
-
-    def _undrain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
-        return self._set_drain(query, False)
-
-    def _set_drain(self, query: dict[str, str], on: bool) -> WorkerStatus:
+    async def _drain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
         member = self._member(query)
-        now = self._view.clock()
-        self._view.fleet.drain(member.worker_id, now, on)
-        log.event("worker_drained" if on else "worker_undrained", worker=member.worker_id)
-        return self._describe(member, now)
+        await self._view.duties.drain(member, move=_flag(query, "move"))
+        return self._describe(member, self._view.clock())
+
+    async def _undrain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
+        member = self._member(query)
+        await self._view.duties.undrain(member)
+        return self._describe(member, self._view.clock())
+
+    async def _set_role(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
+        member, name = self._member(query), query.get("role", "")
+        if name not in set(Role):
+            roles = ", ".join(role.value for role in Role)
+            raise InvalidRequest(f"role={name[:40]!r}: it must be one of {roles}.", param="role")
+        await self._view.duties.set_role(member, Role(name), move=_flag(query, "move"))
+        return self._describe(member, self._view.clock())
 
     def _add_worker(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus | dict[str, Any]:
         try:
@@ -240,6 +261,13 @@ def _count(query: dict[str, str], default: int) -> int:
     if not (len(text) <= 8 and text.isdecimal() and 1 <= int(text) <= _MAX_ROUTES):
         raise InvalidRequest(f"n={text[:40]!r}: it must be a number from 1 to {_MAX_ROUTES}.", param="n")
     return int(text)
+
+
+def _flag(query: dict[str, str], name: str) -> bool:
+    text = query.get(name, "0")
+    if text not in ("0", "1"):
+        raise InvalidRequest(f"{name}={text[:40]!r}: it must be 0 or 1.", param=name)
+    return text == "1"
 
 
 def _float(value: object) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
@@ -103,6 +104,15 @@ class ListenSettings:
         flag="--processes",
         ge=1,
         le=64,
+    )
+    drain_notice_s: float = setting(
+        0.0,
+        "Time after SIGTERM in which requests are still accepted while /ready already returns 503. Behind a load balancer, set "
+        "it above the time that its health check takes to notice.",
+        flag="--drain-notice-s",
+        unit="s",
+        ge=0,
+        le=600,
     )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
@@ -392,6 +402,38 @@ class BatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TwinSettings:
+    """The live twin: predicts each request's time to first token, and names workers that are slower than predicted."""
+
+    enabled: bool = setting(False, "Compare predicted with actual times.", flag="--twin")
+    calibration: Path | None = setting(
+        None,
+        "File of `stoker calibrate` for the workers. Without it, workers are compared with each other.",
+        default_text="none",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "twin")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingSettings:
+    """A recording of all routing decisions and of what they rest on, for `stoker trace`. It has no text of any request."""
+
+    file: Path | None = setting(
+        None,
+        "New file that routing decisions are recorded to, from the start of the gateway. Process N of several adds `.N`.",
+        flag="--record",
+        metavar="FILE",
+        default_text="no recording",
+    )
+    max_mib: float = setting(1024.0, "Maximum size of the file. Then the recording stops.", unit="MiB", gt=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "recording")
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """OpenTelemetry traces."""
 
@@ -490,9 +532,19 @@ class AliasSettings:
         expected="a model name",
     )
     model: str = required("The served model.", pattern=".{1,512}", expected="a model name")
+    share: float = setting(
+        1.0,
+        "Share of the requests that go to this model. Below 1 it is a canary, beside another entry or a model of this name.",
+        gt=0,
+        le=1,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "alias")
+        if self.share < 1 and self.name.endswith("*"):
+            raise ConfigError(
+                f"alias {self.name!r}: a name that ends in * cannot have a share; give each name its own entry"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +560,10 @@ class GatewayConfig:
     responses: ResponsesSettings = field(default_factory=ResponsesSettings)
     flex: FlexSettings = field(default_factory=FlexSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
+    autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
+    recording: RecordingSettings = field(default_factory=RecordingSettings)
+    twin: TwinSettings = field(default_factory=TwinSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
     alias: tuple[AliasSettings, ...] = ()
@@ -564,7 +619,8 @@ class GatewayConfig:
         _unique("key.name", [one.name for one in self.key])
         _unique("tenant.name", [one.name for one in self.tenant])
         _unique("price.model", [one.model for one in self.price])
-        _unique("alias.name", [one.name for one in self.alias])
+        _unique("alias.name", [one.name for one in self.alias if one.share == 1])
+        _unique("alias.name (with a share)", [one.name for one in self.alias if one.share < 1])
         _ = self.store_location  # refuses a wrong URL
         for key in self.key:
             if self.store == "none" and (key.budget is not None or key.session_budget is not None):
@@ -602,16 +658,23 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Gatew
 
 
 def read_secret(path: Path | None, what: str) -> str | None:
-    """Read a token or a secret from its file, without surrounding white space. `what` is the setting that errors name."""
+    """Read the token or secret to send from its file: the first line. `what` is the setting that errors name."""
+    lines = read_secrets(path, what)
+    return lines[0] if lines else None
+
+
+def read_secrets(path: Path | None, what: str) -> tuple[str, ...]:
+    """Read the tokens to accept from their file, one in each line: while a token is replaced, there are two."""
     if path is None:
-        return None
+        return ()
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what}={path}: cannot be read: {error}") from error
-    if not text:
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not lines:
         raise ConfigError(f"{what}={path}: the file is empty; write a secret into it")
-    return text
+    return lines
 
 
 def _unique(where: str, names: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from stoker.base.long_task import TaskErrors
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook, WorkerLoad
 from stoker.gateway.admission.admission import Admission
@@ -78,6 +79,15 @@ def add_flex_gauges(metrics: GatewayMetrics, flex: FlexGate) -> None:
         name("flex_preempted_total"),
         "Lines of batches that were cancelled for an interactive request",
         lambda: flex.num_preempted,
+        kind="counter",
+    )
+
+
+def add_task_counters(metrics: GatewayMetrics, errors: TaskErrors) -> None:
+    metrics.gauges(
+        "stoker_gateway_task_errors_total",
+        "Unexpected errors of tasks that run all the time, which have gone on",
+        lambda: (((("task", task),), float(count)) for task, count in errors.counts.items()),
         kind="counter",
     )
 

@@ -13,10 +13,12 @@ from dataclasses import replace
 
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.path.dialects.dialect import DIALECTS
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.watch.watchers import Watchers
 
@@ -35,15 +37,20 @@ class Membership:
         load_book: LoadBook,
         watchers: Watchers,
         upstreams: Upstreams,
+        moves: Moves,
         clock: Callable[[], float],
         silent_s: float = _SILENT_S,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._fleet = fleet
         self._load_book = load_book
         self._watchers = watchers
         self._upstreams = upstreams
+        self._moves = moves
         self._clock = clock
         self._silent_s = silent_s
+        self._errors = errors or TaskErrors()
+        self._checked_s, self._stalled_until_s = clock(), -math.inf
         self._leaving: set[asyncio.Task[None]] = set()
         self._expiry: asyncio.Task[None] | None = None
 
@@ -54,14 +61,20 @@ class Membership:
         self._watchers.start(spec, dialect.load_probe)
         self._fleet.add(spec, self._clock())
         if not spec.from_config and self._expiry is None:
-            self._expiry = asyncio.create_task(self._expire(), name="worker-expiry")
+            self._expiry = asyncio.create_task(
+                repeat("worker_expiry", self._expire, self._errors), name="worker-expiry"
+            )
+            self._checked_s = self._clock()
 
     def restarted(self, worker_id: WorkerId) -> None:
         """Note that a new process runs at the worker's address."""
         self._watchers.restarted(worker_id)
 
-    def remove(self, worker_id: WorkerId) -> None:
-        """Remove a worker. Its running requests continue; it gets no new ones."""
+    def remove(self, worker_id: WorkerId, *, moves: bool = False) -> None:
+        """Remove a worker: it gets no new requests. Its running requests continue, on other workers if `moves` is set."""
+        member = self._fleet.member(worker_id)
+        if member is not None and moves:
+            self._moves.begin(member)
         self._fleet.remove(worker_id, self._clock())
         self._upstreams.let_go(worker_id)
         self._load_book.forget(worker_id)
@@ -83,20 +96,19 @@ class Membership:
         if self._expiry is not None:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)
+        await self._moves.close()
         await asyncio.gather(*self._leaving)
         await self._watchers.close()
 
     async def _expire(self) -> None:
-        checked_s, stalled_until_s = self._clock(), -math.inf
-        while True:
-            await asyncio.sleep(min(_CHECK_S, self._silent_s / 3))
-            now = self._clock()
-            if now - checked_s > self._silent_s / 2:
-                stalled_until_s = now  # this process was stopped, and heartbeats sent meanwhile are not read yet
-            checked_s = now
-            if now - stalled_until_s <= self._silent_s:
-                continue
-            for worker_id in self._fleet.expire(now, self._silent_s):
-                log.warning("worker_silent", worker=worker_id, seconds=self._silent_s)
-                self._upstreams.cut(worker_id)  # the worker may hang, and after its removal no watcher would notice
-                self.remove(worker_id)
+        await asyncio.sleep(min(_CHECK_S, self._silent_s / 3))
+        now = self._clock()
+        if now - self._checked_s > self._silent_s / 2:
+            self._stalled_until_s = now  # this process was stopped, and heartbeats sent meanwhile are not read yet
+        self._checked_s = now
+        if now - self._stalled_until_s <= self._silent_s:
+            return
+        for worker_id in self._fleet.expire(now, self._silent_s):
+            log.warning("worker_silent", worker=worker_id, seconds=self._silent_s)
+            self._upstreams.cut(worker_id)  # the worker may hang, and after its removal no watcher would notice
+            self.remove(worker_id)

@@ -3,6 +3,7 @@
 
 rows [3, rows]: from `draft_rows` (draft_inputs.py)   table [all rows, blocks + 1]: the blocks of each row, and in the last
     column how many of them there are   row_tokens: see row_tokens.py
+number [1]: which guess it is. It is on the device, so that one captured graph makes any number of guesses
 draft_step: the inputs of the draft model for its guess `number`, from 1 on
     -> positions [rows] of its input (-1 is padding), lengths [rows]: the tokens before the guess (0 is padding),
     slots [rows * kv_heads]: see ForwardBatch, pieces [rows, FIELDS]: see pieces.py
@@ -39,7 +40,7 @@ class DraftInputs(NamedTuple):
     pieces: Tensor
 
 
-def draft_step_ref(rows: Tensor, table: Tensor, number: int, sizes: PageSizes, num_positions: int) -> DraftInputs:
+def draft_step_ref(rows: Tensor, table: Tensor, number: Tensor, sizes: PageSizes, num_positions: int) -> DraftInputs:
     row, _, length = rows
     position = length + (number - 2)
     end = (table[row, -1] * sizes.block_tokens).clamp(max=num_positions)
@@ -56,11 +57,11 @@ def draft_step_ref(rows: Tensor, table: Tensor, number: int, sizes: PageSizes, n
 
 @triton.jit
 def _draft_step(
-    rows, table, positions, lengths, slots, pieces, count, table_width, pages_per_block, number, num_positions,
+    rows, table, which, positions, lengths, slots, pieces, count, table_width, pages_per_block, num_positions,
     KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    row, length = tl.load(rows + index), tl.load(rows + 2 * count + index)
+    row, length, number = tl.load(rows + index), tl.load(rows + 2 * count + index), tl.load(which)
     position = length + number - 2
     blocks = table + row * table_width
     end = tl.minimum(tl.load(blocks + table_width - 1) * BLOCK_TOKENS, num_positions)
@@ -81,7 +82,7 @@ def _draft_step(
     tl.store(piece + 5, index * 0 + 1)
 
 
-def draft_step_triton(rows: Tensor, table: Tensor, number: int, sizes: PageSizes, num_positions: int) -> DraftInputs:
+def draft_step_triton(rows: Tensor, table: Tensor, number: Tensor, sizes: PageSizes, num_positions: int) -> DraftInputs:
     count = rows.shape[1]
     made = DraftInputs(
         rows.new_empty(count),
@@ -90,36 +91,36 @@ def draft_step_triton(rows: Tensor, table: Tensor, number: int, sizes: PageSizes
         rows.new_empty(count, FIELDS),
     )
     _draft_step[(count,)](
-        rows, table, *made, count, table.stride(0), sizes.pages_per_block, number, num_positions,
+        rows, table, number, *made, count, table.stride(0), sizes.pages_per_block, num_positions,
         KV_HEADS=sizes.num_kv_heads, HEADS_PADDED=next_power_of_2(sizes.num_kv_heads), BLOCK_TOKENS=sizes.block_tokens,
         FIELDS=FIELDS, num_warps=1,
     )  # fmt: skip
     return made
 
 
-def draft_step(rows: Tensor, table: Tensor, number: int, sizes: PageSizes, num_positions: int) -> DraftInputs:
+def draft_step(rows: Tensor, table: Tensor, number: Tensor, sizes: PageSizes, num_positions: int) -> DraftInputs:
     return (draft_step_triton if on_gpu(rows) else draft_step_ref)(rows, table, number, sizes, num_positions)
 
 
 def put_draft_ref(
-    rows: Tensor, lengths: Tensor, sampled: Tensor, row_tokens: Tensor, number: int, vocab_size: int
+    rows: Tensor, lengths: Tensor, sampled: Tensor, row_tokens: Tensor, number: Tensor, vocab_size: int
 ) -> Tensor:
-    row, is_there = rows[0], lengths > 0
+    row, is_there, column = rows[0], lengths > 0, MODEL + int(number)
     token_ids = sampled.clamp(0, vocab_size - 1).where(is_there, 0)
-    if number == 0:
+    if column == MODEL:
         row_tokens[row, MODEL_START] = rows[2]
-    row_tokens[row, MODEL + number] = torch.where(is_there, token_ids, NO_GUESS)
-    row_tokens[row, MODEL + number + 1 : MODEL + MODEL_DRAFTS] = NO_GUESS
+    row_tokens[row, column] = torch.where(is_there, token_ids, NO_GUESS)
+    row_tokens[row, column + 1 : MODEL + MODEL_DRAFTS] = NO_GUESS
     return token_ids
 
 
 @triton.jit
 def _put_draft(
-    rows, lengths, sampled, row_tokens, token_ids, count, number, vocab_size,
+    rows, lengths, sampled, row_tokens, which, token_ids, count, vocab_size,
     MODEL_START: tl.constexpr, MODEL: tl.constexpr, MODEL_DRAFTS: tl.constexpr, COLUMNS: tl.constexpr,
     NO_GUESS: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0)
+    index, number = tl.program_id(0), tl.load(which)
     is_there = tl.load(lengths + index) > 0
     token_id = tl.minimum(tl.maximum(tl.load(sampled + index), 0), vocab_size - 1)
     mine = row_tokens + tl.load(rows + index) * COLUMNS
@@ -132,18 +133,18 @@ def _put_draft(
 
 
 def put_draft_triton(
-    rows: Tensor, lengths: Tensor, sampled: Tensor, row_tokens: Tensor, number: int, vocab_size: int
+    rows: Tensor, lengths: Tensor, sampled: Tensor, row_tokens: Tensor, number: Tensor, vocab_size: int
 ) -> Tensor:
     token_ids, count = torch.empty_like(sampled), rows.shape[1]
     _put_draft[(count,)](
-        rows, lengths, sampled, row_tokens, token_ids, count, number, vocab_size,
+        rows, lengths, sampled, row_tokens, number, token_ids, count, vocab_size,
         MODEL_START=MODEL_START, MODEL=MODEL, MODEL_DRAFTS=MODEL_DRAFTS, COLUMNS=COLUMNS, NO_GUESS=NO_GUESS, num_warps=1,
     )  # fmt: skip
     return token_ids
 
 
 def put_draft(
-    rows: Tensor, lengths: Tensor, sampled: Tensor, row_tokens: Tensor, number: int, vocab_size: int
+    rows: Tensor, lengths: Tensor, sampled: Tensor, row_tokens: Tensor, number: Tensor, vocab_size: int
 ) -> Tensor:
     run = put_draft_triton if on_gpu(rows) else put_draft_ref
     return run(rows, lengths, sampled, row_tokens, number, vocab_size)

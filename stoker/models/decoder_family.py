@@ -54,16 +54,20 @@ class DecoderFamily:
             num_kv_heads=attention.num_kv_heads,
             active_weights=config.active_weights,
         )
+        numbers = shard.layers_of(self.shape.num_layers)
+        before = [sum(layer.group == i for layer in self.layers[: numbers.start]) for i in range(len(self.kv_groups))]
         counts = [sum(layer.group == i for layer in config.layers) for i in range(len(self.kv_groups))]
         if 0 in counts:
-            kind, numbers = self.kv_groups[counts.index(0)].kind, shard.layers_of(self.shape.num_layers)
+            kind = self.kv_groups[counts.index(0)].kind
             raise ConfigError(
                 f"pp: the stage with layers {numbers.start} to {numbers.stop - 1} has none with attention of the kind {kind}; "
                 "use fewer stages"
             )
-        part.kv_groups = tuple(
-            replace(group, num_layers=count) for group, count in zip(self.kv_groups, counts, strict=True)
-        )
+        if shard.layers is not None:
+            part.kv_groups = tuple(
+                replace(group, held=range(first, first + count))
+                for group, first, count in zip(self.kv_groups, before, counts, strict=True)
+            )
         return part
 
     def build(self, num_positions: int) -> Model:

@@ -6,23 +6,17 @@ shared expert. Layers after the last one are for drafts (multi-token prediction)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
-from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import DecoderConfig, LayerConfig
-from stoker.layers.mla import MlaConfig
 from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MoeConfig
-from stoker.layers.rope import RopeConfig, yarn_scale
 from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import (
-    Matmul,
     WeightNames,
-    part_of,
     read_config,
     read_count,
     read_mlp,
@@ -31,21 +25,11 @@ from stoker.models.dense import (
     with_stored,
 )
 from stoker.models.draft import DraftCheckpoint
-from stoker.models.family import MODELS, ModelShape, Rule, field
-from stoker.models.mtp import MtpCheckpoint
+from stoker.models.family import MODELS, ModelShape, field
+from stoker.models.latent import LatentNames, check_latent_fields, read_latent_attention
+from stoker.models.mtp import MtpCheckpoint, prediction_names
 from stoker.parallel.shard import WHOLE, Shard
 
-# Fields of models with the same names and other computations. Ignoring one would give wrong answers.
-_UNSUPPORTED = {
-    "index_topk": "sparse attention (DSA)",
-    "index_n_heads": "sparse attention (DSA)",
-    "linear_attn_config": "linear attention",
-    "full_attention_interval": "linear attention",
-    "compress_ratios": "compressed attention",
-    "hc_mult": "hyper-connections",
-    "sliding_window": "sliding-window attention",
-    "swiglu_limit": "a limit of the MLP's activation",
-}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -101,14 +85,14 @@ class DeepseekV3(DecoderFamily):
         self._hf = hf
         rope_width = field(hf, "qk_rope_head_dim", int)
         rope = read_rope(hf, field(hf, "max_position_embeddings", int))
-        attention, dense, sparse = _read_mla(hf, rope), read_mlp(hf), _read_moe(hf)
+        attention, dense, sparse = read_latent_attention(hf, rope), read_mlp(hf), _read_moe(hf)
         num_dense = read_count(hf, "first_k_dense_replace")
         config = read_config(
             hf,
             lambda number: LayerConfig(attention, dense if number < num_dense else sparse),
             rope_width=rope_width,
         )
-        self._config = config = with_stored(hf, config, DeepseekNames(config, self._prefix))
+        self._config = config = with_stored(hf, config, LatentNames(config, self._prefix))
         self.shape = ModelShape(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -119,26 +103,17 @@ class DeepseekV3(DecoderFamily):
             num_heads=attention.num_heads,
             active_weights=config.active_weights,
         )
-        self.kv_groups = (KvGroup(len(config.layers), 1, attention.shape.width, "latent"),)
-        names = DeepseekNames(config, self._prefix)
+        self.kv_groups = (attention.kv_group(len(config.layers)),)
+        names = LatentNames(config, self._prefix)
         self.rules = names.rules()
-        drafting = range(len(config.layers), len(config.layers) + read_count(hf, "num_nextn_predict_layers"))
-        self.ignored = (
-            names.ignored() | {f"{self._prefix}model.layers.{number}." for number in drafting} | self._not_text
-        )
+        self.ignored = names.ignored() | prediction_names(hf, len(config.layers), self._prefix) | self._not_text
 
     def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
-        return DeepseekNames(config, self._prefix, shard)
+        return LatentNames(config, self._prefix, shard)
 
     def open_prediction(self, folder: Path) -> DraftCheckpoint:
         """See PredictsMore."""
-        if not read_count(self._hf, "num_nextn_predict_layers"):
-            raise ModelFilesError(
-                f"{folder}: config.json has no layer for drafts (num_nextn_predict_layers is 0); leave out the drafter 'mtp'"
-            )
-        [group] = self.kv_groups
-        sizes = (replace(group, num_layers=1), self.shape.num_heads)
-        return MtpCheckpoint(self._hf, folder, self._config, DeepseekNames(self._config, self._prefix), *sizes)
+        return MtpCheckpoint(self._hf, folder, self._config, self._names(self._config))
 
 
 @MODELS.register("KimiK25ForConditionalGeneration")
@@ -155,36 +130,6 @@ class KimiK25(DeepseekV3):
         super().__init__(_without_prefix({**shared, **text}, self._prefix))
 
 
-class DeepseekNames(WeightNames):
-    """The checkpoint's names of a DeepSeek model's weights."""
-
-    def attention_matmuls(self, attention: Any, src: str, dst: str) -> Iterator[Matmul]:
-        assert isinstance(attention, MlaConfig)
-        own, mine, q_size = f"{src}self_attn.", f"{dst}attention.", attention.q_size
-        q_into = {f"{own}q_proj": q_size} if attention.q_rank is None else {f"{own}q_a_proj": attention.q_rank}
-        into = q_into | {f"{own}kv_a_proj_with_mqa": attention.shape.width}
-        # Ranks split the heads. Each has all of the latent and of the low-rank q.
-        heads, q_rank = self._shard.piece, attention.q_rank
-        q = part_of(q_size, heads)
-        into_outs = (q if q_rank is None else range(q_rank), range(attention.shape.width))
-        yield Matmul(f"{mine}into", into, self._hidden_size, attention.bias, outs=into_outs)
-        if q_rank is not None:
-            yield Matmul(f"{mine}q_up", {f"{own}q_b_proj": q_size}, q_rank, outs=(q,))
-        expanded = attention.num_heads * (attention.nope + attention.value)
-        outs = (part_of(expanded, heads),)
-        yield Matmul(f"{mine}kv_up", {f"{own}kv_b_proj": expanded}, attention.latent, outs=outs)
-        values, bias = attention.num_heads * attention.value, attention.bias and not self._shard.is_partial
-        out = {f"{own}o_proj": self._hidden_size}
-        yield Matmul(f"{mine}out", out, values, bias, ins=part_of(values, heads))
-
-    def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
-        yield from super().layer_rules(layer, src, dst)
-        assert isinstance(layer.attention, MlaConfig)
-        if layer.attention.q_rank is not None:
-            yield Rule(f"{src}self_attn.q_a_layernorm.weight", f"{dst}attention.q_norm.weight")
-        yield Rule(f"{src}self_attn.kv_a_layernorm.weight", f"{dst}attention.latent_norm.weight")
-
-
 def _without_prefix(hf: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     """Remove the prefix from names of modules that are not quantised. Some files have it, some do not."""
     said = hf.get("quantization_config")
@@ -195,45 +140,10 @@ def _without_prefix(hf: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
 
 
 def _check_supported(hf: Mapping[str, Any]) -> None:
-    for name, what in _UNSUPPORTED.items():
-        if hf.get(name):
-            raise ModelFilesError(f"config.json: {what} is not supported ({name})", code="unsupported_attention")
+    check_latent_fields(hf)
     for name, served in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if (found := hf.get(name, served)) != served:
             raise ModelFilesError(f"config.json: {name} {found!r} is not supported, only {served!r}")
-    num_heads = field(hf, "num_attention_heads", int)
-    if (found := field(hf, "num_key_value_heads", int, num_heads)) != num_heads:
-        raise ModelFilesError(
-            f"config.json: num_key_value_heads is {found} and num_attention_heads {num_heads}; with latent attention they "
-            "must be equal"
-        )
-
-
-def _read_mla(hf: Mapping[str, Any], rope: RopeConfig) -> MlaConfig:
-    nope, rope_width = field(hf, "qk_nope_head_dim", int), field(hf, "qk_rope_head_dim", int)
-    if rope_width % 2:
-        raise ModelFilesError(
-            f"config.json: qk_rope_head_dim {rope_width} is odd: rotary embeddings need an even number"
-        )
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    scale = (nope + rope_width) ** -0.5
-    if rope.kind == "yarn" and scaling.get("mscale_all_dim"):
-        scale *= yarn_scale(rope.factor, field(scaling, "mscale_all_dim", float)) ** 2
-    q_rank = None if hf.get("q_lora_rank") is None else field(hf, "q_lora_rank", int)
-    bias = field(hf, "attention_bias", bool, False)
-    if bias and q_rank is None:
-        raise ModelFilesError("config.json: attention_bias is not supported without q_lora_rank")
-    return MlaConfig(
-        num_heads=field(hf, "num_attention_heads", int),
-        q_rank=q_rank,
-        latent=field(hf, "kv_lora_rank", int),
-        nope=nope,
-        rope=rope_width,
-        value=field(hf, "v_head_dim", int),
-        scale=scale,
-        bias=bias,
-        interleaved=field(hf, "rope_interleave", bool, True),
-    )
 
 
 def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:

@@ -75,6 +75,8 @@ class DraftModel(Protocol):
 class DraftCheckpoint(Protocol):
     """The files of a draft model, checked against the target model."""
 
+    folder: Path
+    taps: Sequence[int]  # the layers of the target model whose hidden states it needs: see Tap
     kv_group: KvGroup
     num_heads: int  # query heads of the draft model
 

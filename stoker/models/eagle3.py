@@ -79,7 +79,7 @@ class Eagle3Head(nn.Module):
         both = torch.cat([self.embedding_norm(embedded), normed], 1)
         x = normed if self.config.norm_before_residual else features.clone()  # the layer reuses the memory of x
         cos, sin = self.rope(positions)
-        x = self.attention.add_attended(x, self.attention.qkv.plain(both), where, 0, positions, cos, sin)
+        x = self.attention.add_attended(x, self.attention.project(both), where, 0, positions, cos, sin)
         hidden: Tensor = self.mlp(x, self.mlp_norm)
         return hidden
 

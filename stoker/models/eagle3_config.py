@@ -7,25 +7,37 @@
 | tapped layers | `eagle_config`: the layer whose output is taken; top-level: the layer that is entered | top-level |
 | `norm_before_residual` if missing | false | true |
 
+The layer's attention is grouped-query attention, or latent attention (MLA) if `model_type` is that of a DeepSeek model. Its
+MLP is dense in both cases: fields about experts are those of the target model, and have no meaning here.
+
 Version 3.1 adds `fc_norm` (SGLang's older name: `use_aux_norm`) and `norm_output`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.attention import AttentionConfig
 from stoker.layers.decoder import DecoderConfig, LayerConfig
+from stoker.layers.mla import MlaConfig
 from stoker.layers.mlp import MlpConfig
-from stoker.models.dense import read_attention, read_config, read_mlp
+from stoker.models.dense import read_attention, read_config, read_mlp, read_rope
 from stoker.models.family import ModelShape, field, list_field
+from stoker.models.latent import check_latent_fields, read_latent_attention
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
+_HALVES = (
+    "DeepSeekForCausalLMEagle3"  # TorchSpec's own export; it rotates halves of a head, if config.json does not say
+)
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "Eagle3DeepseekV2ForCausalLM",
+    "Eagle3DeepseekV3ForCausalLM", _HALVES,
+)  # fmt: skip
 _PLAIN_LLAMA = "LlamaForCausalLM"  # what EAGLE's own heads name; a draft_vocab_size tells them from a whole model
-_LAYER_TYPES = {"llama": False, "qwen3": True}  # model_type -> whether q and k have norms
+_QK_NORMS = {"llama": False, "qwen3": True}  # model_type of layers with GQA -> whether q and k have norms
+_LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # of layers with latent attention
 _MAX_TAPS = 8
 
 
@@ -34,7 +46,7 @@ class Eagle3Config:
     """An EAGLE-3 head for one target model."""
 
     layer: DecoderConfig  # with the head's only layer; vocab_size is the target model's
-    attention: AttentionConfig  # of that layer
+    attention: AttentionConfig | MlaConfig  # of that layer
     mlp: MlpConfig
     target_hidden_size: int
     draft_vocab_size: int
@@ -43,6 +55,12 @@ class Eagle3Config:
     norm_before_fc: bool  # one norm over all features
     fc_norm: bool  # one norm for each feature
     norm_output: bool  # the next position gets the normed output
+
+    @property
+    def grouped_attention(self) -> AttentionConfig:
+        """The attention of a head that has no latent attention."""
+        assert isinstance(self.attention, AttentionConfig), "the head has latent attention"
+        return self.attention
 
 
 def read_eagle3_config(hf: Mapping[str, Any], target: ModelShape) -> Eagle3Config:
@@ -87,12 +105,6 @@ def _check_kind(hf: Mapping[str, Any]) -> bool:
         return True
     found = hf.get("architectures")
     names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
-    if any("deepseek" in name.lower() for name in names):
-        raise ModelFilesError(
-            f"config.json: the draft head {names[0]!r} has MLA layers, which are not supported yet; use a head with GQA "
-            "layers (LlamaForCausalLMEagle3)",
-            code="unknown_architecture",
-        )
     is_known = any(name in ARCHITECTURES for name in names)
     if not is_known and not (_PLAIN_LLAMA in names and hf.get("draft_vocab_size") is not None):
         raise ModelFilesError(
@@ -103,12 +115,8 @@ def _check_kind(hf: Mapping[str, Any]) -> bool:
     return False
 
 
-def _read_layer(hf: Mapping[str, Any]) -> tuple[AttentionConfig, MlpConfig, DecoderConfig]:
+def _read_layer(hf: Mapping[str, Any]) -> tuple[AttentionConfig | MlaConfig, MlpConfig, DecoderConfig]:
     """Return the head's attention and MLP, and a decoder of that one layer."""
-    kind = hf.get("model_type", "llama")
-    if kind not in _LAYER_TYPES:
-        raise ModelFilesError(f"config.json: model_type {kind!r} of a draft head is not supported; supported are: "
-                              f"{', '.join(_LAYER_TYPES)}")  # fmt: skip
     for name in ("quantization_config", "compression_config"):
         if hf.get(name):
             raise ModelFilesError(f"config.json: {name} is not supported in a draft head; use its unquantised version")
@@ -120,8 +128,24 @@ def _read_layer(hf: Mapping[str, Any]) -> tuple[AttentionConfig, MlpConfig, Deco
         raise ModelFilesError(f"config.json: logit_scale {scale} is not supported, only 1")
     # Every head has a norm after its layer and its own list of positions; read_config wants the fields of a whole model.
     whole = {"num_hidden_layers": 1, "max_position_embeddings": 2048, **_without_nulls(hf)}
-    attention, mlp = read_attention(whole, qk_norm=_LAYER_TYPES[kind]), read_mlp(whole)
-    return attention, mlp, read_config(whole, lambda _: LayerConfig(attention, mlp))
+    attention, mlp = _read_attention(whole), read_mlp(whole)
+    rope_width = attention.rope if isinstance(attention, MlaConfig) else None
+    return attention, mlp, read_config(whole, lambda _: LayerConfig(attention, mlp), rope_width=rope_width)
+
+
+def _read_attention(hf: Mapping[str, Any]) -> AttentionConfig | MlaConfig:
+    kind = field(hf, "model_type", str, "llama")
+    if kind in _QK_NORMS:
+        return read_attention(hf, qk_norm=_QK_NORMS[kind])
+    if kind not in _LATENT_TYPES:
+        raise ModelFilesError(f"config.json: model_type {kind!r} of a draft head is not supported; supported are: "
+                              f"{', '.join((*_QK_NORMS, *_LATENT_TYPES))}")  # fmt: skip
+    check_latent_fields(hf)
+    rotates_halves = _HALVES in list_field(hf, "architectures")
+    attention = read_latent_attention(
+        {"rope_interleave": not rotates_halves, **hf}, read_rope(hf, field(hf, "max_position_embeddings", int))
+    )
+    return replace(attention, norm_eps=field(hf, "rms_norm_eps", float))
 
 
 def _without_nulls(hf: Mapping[str, Any]) -> dict[str, Any]:

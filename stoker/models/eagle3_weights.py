@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.weight_files import TensorLocation, stored_tensors
-from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.linear import Linear
+from stoker.layers.mla import MlaConfig
+from stoker.layers.quant import PLAIN
+from stoker.models.dense import WeightNames
 from stoker.models.draft import DraftTarget
 from stoker.models.eagle3 import Eagle3Head
 from stoker.models.eagle3_config import Eagle3Config, read_eagle3_config
 from stoker.models.family import ModelShape, Rule
 from stoker.models.fill import Progress
+from stoker.models.latent import LatentNames
+from stoker.models.quantisation import matmul_rules
 from stoker.models.weights import load
 
 # Other names of tensors, in the order in which they are replaced.
 _RENAMED = (
     ("model.", ""), ("midlayer.", "layers.0."), ("aux_norm_low.", "fc_norm.0."), ("aux_norm_mid.", "fc_norm.1."),
-    ("aux_norm_high.", "fc_norm.2."),
+    ("aux_norm_high.", "fc_norm.2."), ("layers.0.self_attn.kv_a_proj.", "layers.0.self_attn.kv_a_proj_with_mqa."),
 )  # fmt: skip
 # Known and not needed here: the inverse of d2t, rotary tables, and what speculators keeps for training.
 _IGNORED = ("t2d", "layers.0.self_attn.rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -32,7 +36,7 @@ class Eagle3Checkpoint:
 
     def __init__(self, hf: Mapping[str, Any], folder: Path, target: ModelShape) -> None:
         """`hf` is the content of the folder's config.json."""
-        self._folder = folder
+        self.folder = folder
         try:
             self._config = config = read_eagle3_config(hf, target)
         except ModelFilesError as error:
@@ -46,7 +50,8 @@ class Eagle3Checkpoint:
                 f"{folder}: tensor 't2d' is {self._stored[names['t2d']].shape}, config.json requires "
                 f"({config.layer.vocab_size},)"
             )
-        self.kv_group = KvGroup(1, config.attention.num_kv_heads, config.attention.head_dim)
+        self.taps: Sequence[int] = config.taps
+        self.kv_group = config.attention.kv_group(1)
         self.num_heads = config.attention.num_heads
 
     def build(self, target: DraftTarget, num_positions: int) -> Eagle3Head:
@@ -64,7 +69,7 @@ class Eagle3Checkpoint:
         if head.d2t is None and "d2t" in names:
             _check_no_shift(self._stored[names["d2t"]])
             ignored |= {names["d2t"]}
-        load(head, rules, ignored, self._folder, progress)
+        load(head, rules, ignored, self.folder, progress)
         head.share_embedding()
 
 
@@ -115,15 +120,11 @@ def _check_no_shift(stored: TensorLocation) -> None:
 
 def _rules(head: Eagle3Head) -> list[Rule]:
     """Return which parameter each checkpoint tensor fills."""
-    attention, mlp = head.config.attention, head.config.mlp
-    q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    mlp_size = mlp.intermediate_size
+    config, src = head.config, "layers.0."
     rules = [
         Rule("fc.weight", "fc.weight"),
         Rule("norm.weight", "norm.weight"),
-        Rule("layers.0.input_layernorm.weight", "embedding_norm.weight"),
-        Rule("layers.0.hidden_norm.weight", "feature_norm.weight"),
-        Rule("layers.0.post_attention_layernorm.weight", "mlp_norm.weight"),
+        Rule(f"{src}hidden_norm.weight", "feature_norm.weight"),
     ]
     own: list[tuple[Any, Rule]] = [
         (head.embedding, Rule("embed_tokens.weight", "embedding.weight")),
@@ -133,20 +134,12 @@ def _rules(head: Eagle3Head) -> list[Rule]:
     ]
     rules += [rule for is_there, rule in own if is_there]
     rules += [Rule(f"fc_norm.{i}.weight", f"fc.norms.{i}.weight") for i in range(len(head.fc.norms))]
-    for bias, kind in ((True, "weight"), (attention.bias, "bias")):
-        if bias:
-            first = 0
-            for part, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-                rules.append(Rule(f"layers.0.self_attn.{part}_proj.{kind}", f"attention.qkv.{kind}", first, size))
-                first += size
-            rules.append(Rule(f"layers.0.self_attn.o_proj.{kind}", f"attention.out.{kind}"))
-    for bias, kind in ((True, "weight"), (mlp.bias, "bias")):
-        if bias:
-            rules += [
-                Rule(f"layers.0.mlp.gate_proj.{kind}", f"mlp.gate_up.{kind}", 0, mlp_size),
-                Rule(f"layers.0.mlp.up_proj.{kind}", f"mlp.gate_up.{kind}", mlp_size, mlp_size),
-                Rule(f"layers.0.mlp.down_proj.{kind}", f"mlp.down.{kind}"),
-            ]
-    if attention.qk_norm_eps is not None:
-        rules += [Rule(f"layers.0.self_attn.{x}_norm.weight", f"attention.{x}_norm.weight") for x in "qk"]
+    names = LatentNames(config.layer) if isinstance(config.attention, MlaConfig) else WeightNames(config.layer)
+    for matmul in (*names.attention_matmuls(config.attention, src, ""), *names.mlp_matmuls(config.mlp, src, "")):
+        sources, parts = list(matmul.parts), list(matmul.parts.values())
+        rules += matmul_rules(PLAIN, sources, matmul.target, parts, matmul.num_ins, matmul.bias)
+    for rule in names.layer_rules(config.layer.layers[0], src, ""):
+        if rule.target == "attention_norm.weight":  # the input of the layer is not its residual
+            rule.target = "embedding_norm.weight"
+        rules.append(rule)
     return rules

@@ -102,8 +102,8 @@ class ModelFamily(Protocol):
     def __init__(self, hf: Mapping[str, Any]) -> None: ...
 
     def sharded(self, shard: Shard) -> ModelFamily:
-        """Return a rank's part of the whole model: its `shape`, `rules` and `build` are those of the part. `kv_groups` have
-        the layers of its stage, and the heads of all ranks. Raises ConfigError if the model cannot be split like this."""
+        """Return a rank's part of the whole model: its `shape`, `rules` and `build` are those of the part. `kv_groups` say
+        which layers its stage holds, and have the heads of all ranks. Raises ConfigError if the model cannot be split like this."""
 
     def build(self, num_positions: int) -> Model:
         """Build the model with empty parameters. `num_positions` is the longest context that will be served."""

@@ -1,16 +1,16 @@
 """The GLM-4 MoE family: GLM-4.5, GLM-4.5-Air and GLM-4.6.
 
 Half of a head is rotated. The first layers are dense, the others have experts that are chosen with a correction, and a
-shared one. Layers after the last one are for drafts (multi-token prediction) and are not loaded.
+shared one. Layers after the last one are for drafts (multi-token prediction); the model itself does not load them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
-from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import LayerConfig
 from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MoeConfig
@@ -26,7 +26,9 @@ from stoker.models.dense import (
     read_sigmoid_routing,
     with_stored,
 )
+from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import MODELS, field
+from stoker.models.mtp import MtpCheckpoint, prediction_names
 
 _ALL_FEATURES = {
     "n_routed_experts": 4,
@@ -66,12 +68,15 @@ class Glm4Moe(DecoderFamily):
         config = read_config(hf, lambda i: LayerConfig(attention, dense if i < num_dense else sparse), rotated=rotated)
         self._config = config = with_stored(hf, config, WeightNames(config))
         self.shape = model_shape(config, attention)
-        self.kv_groups = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
+        self.kv_groups = (attention.kv_group(len(config.layers)),)
         names = WeightNames(config)
         self.rules = names.rules()
-        first = len(config.layers)
-        drafting = range(first, first + read_count(hf, "num_nextn_predict_layers"))
-        self.ignored = names.ignored() | {f"model.layers.{number}." for number in drafting}
+        self._hf = hf
+        self.ignored = names.ignored() | prediction_names(hf, len(config.layers))
+
+    def open_prediction(self, folder: Path) -> DraftCheckpoint:
+        """See PredictsMore."""
+        return MtpCheckpoint(self._hf, folder, self._config, self._names(self._config))
 
 
 def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:

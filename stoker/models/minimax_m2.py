@@ -1,14 +1,15 @@
 """The MiniMax-M2 family: experts in every layer, chosen with a correction, a norm over all heads of q and of k, and heads
-that are rotated in part. Layers after the last one are for drafts (multi-token prediction) and are not loaded."""
+that are rotated in part. config.json counts modules for drafts (`num_mtp_modules`), whose weights were not published: files
+that have any tensors of them are not trained."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
-from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.attention import QkNorm
 from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.moe import MoeConfig
@@ -23,6 +24,7 @@ from stoker.models.dense import (
     read_sigmoid_routing,
     with_stored,
 )
+from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import MODELS, field, list_field
 from stoker.parallel.shard import WHOLE, Shard
 
@@ -50,11 +52,18 @@ class MiniMaxM2(DecoderFamily):
         config = read_config(hf, lambda i: LayerConfig(attention, moe), rotated=rotated)
         self._config = config = with_stored(hf, config, MiniMaxNames(config))
         self.shape = model_shape(config, attention)
-        self.kv_groups = (KvGroup(len(config.layers), attention.num_kv_heads, attention.head_dim),)
+        self.kv_groups = (attention.kv_group(len(config.layers)),)
         names = MiniMaxNames(config)
         self.rules = names.rules()
         drafting = range(len(config.layers), len(config.layers) + read_count(hf, "num_mtp_modules"))
         self.ignored = names.ignored() | {f"model.layers.{number}." for number in drafting}
+
+    def open_prediction(self, folder: Path) -> DraftCheckpoint:
+        """See PredictsMore. The published checkpoints have no trained weights for it."""
+        raise ModelFilesError(
+            f"{folder}: MiniMax-M2 is published without trained layers for drafts, whatever num_mtp_modules says; leave out "
+            "the drafter 'mtp', or use eagle3:FOLDER"
+        )
 
     def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
         return MiniMaxNames(config, shard=shard)

@@ -4,7 +4,7 @@ states. The embedding, the head and the rotary tables are the model's; the check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.weight_files import stored_tensors
-from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import GroupInputs
 from stoker.layers.decoder import DecoderConfig, DecoderLayer
 from stoker.layers.features import Tap
@@ -22,7 +21,7 @@ from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.packing import pack_layers
 from stoker.layers.quant import PLAIN
-from stoker.models.dense import Matmul, WeightNames, stored_matmuls
+from stoker.models.dense import Matmul, WeightNames, read_count, stored_matmuls
 from stoker.models.draft import DraftTarget
 from stoker.models.family import Rule
 from stoker.models.fill import Progress
@@ -30,6 +29,12 @@ from stoker.models.quantisation import matmul_rules
 from stoker.models.weights import load
 
 _LAYER, _JOIN = "layers.0.", "join"
+_COUNT = "num_nextn_predict_layers"
+
+
+def prediction_names(hf: Mapping[str, Any], num_layers: int, prefix: str = "") -> frozenset[str]:
+    """Return what the names of tensors in layers for drafts begin with. Such layers follow the model's own."""
+    return frozenset(f"{prefix}model.layers.{num_layers + i}." for i in range(read_count(hf, _COUNT)))
 
 
 class LastHidden:
@@ -102,24 +107,28 @@ class MtpCheckpoint:
     """The layer's part of a checkpoint. `config` is the target model's, and `names` are its weights' names. The layer has
     the shape of the target model's last one. Raises ModelFilesError if the files do not have it."""
 
-    def __init__(
-        self, hf: Mapping[str, Any], folder: Path, config: DecoderConfig, names: WeightNames, kv_group: KvGroup,
-        num_heads: int,
-    ) -> None:  # fmt: skip
-        self._folder, self._num_layers = folder, len(config.layers)
+    def __init__(self, hf: Mapping[str, Any], folder: Path, config: DecoderConfig, names: WeightNames) -> None:
+        if not read_count(hf, _COUNT):
+            raise ModelFilesError(
+                f"{folder}: config.json has no layer for drafts ({_COUNT} is 0); leave out the drafter 'mtp'"
+            )
+        self.folder, self._num_layers = folder, len(config.layers)
+        self.taps: Sequence[int] = (self._num_layers,)
         self._src, stored = f"{names.prefix}model.layers.{self._num_layers}.", stored_tensors(folder)
         if f"{self._src}eh_proj.weight" not in stored:
             raise ModelFilesError(
                 f"{folder}: the checkpoint has no layer for drafts ({self._src}eh_proj.weight); leave out the drafter 'mtp'"
             )
         # Checkpoints with 8-bit weights have this matmul with or without scales.
-        is_join_plain = f"{self._src}eh_proj.weight_scale_inv" not in stored
+        scales = (f"{self._src}eh_proj.{name}" for name in ("weight_scale_inv", "weight_scale"))
+        is_join_plain = not any(name in stored for name in scales)
         self._names, self._layer = names, config.layers[-1]
         alone = replace(config, layers=(self._layer,))
         self._config = replace(alone, stored=stored_matmuls(hf, self._matmuls(alone.hidden_size), names.prefix))
         if is_join_plain:
             self._config = replace(self._config, stored={**self._config.stored, _JOIN: PLAIN})
-        self.kv_group, self.num_heads = kv_group, num_heads
+        attention: Any = self._layer.attention
+        self.kv_group, self.num_heads = attention.kv_group(1), attention.num_heads
 
     def _matmuls(self, hidden_size: int) -> Iterator[Matmul]:
         yield Matmul(_JOIN, {f"{self._src}eh_proj": hidden_size}, 2 * hidden_size)
@@ -145,5 +154,5 @@ class MtpCheckpoint:
             rules += matmul_rules(stored, sources, matmul.target, parts, matmul.num_ins, matmul.bias)
         rules += self._names.layer_rules(config.layers[0], src, _LAYER)
         known = {rule.source for rule in rules}
-        others = frozenset(name for name in stored_tensors(self._folder) if name not in known)
-        load(head, rules, others, self._folder, progress)
+        others = frozenset(name for name in stored_tensors(self.folder) if name not in known)
+        load(head, rules, others, self.folder, progress)

@@ -7,7 +7,6 @@ encodes each plan once for all ranks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
@@ -15,22 +14,17 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from stoker.base.errors import StokerError
 from stoker.base.ids import BlockId, Row
+from stoker.parallel.frame_fields import FrameError, FrameReader, FrameWriter
+from stoker.parallel.kv_frame import KvUpdate, put_loads, put_update, take_loads, take_update
 from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
 from stoker.sched.request import GrammarKind, GrammarSpec, InputGrammar, SamplingParams, TextGrammar
 
 _HEAD = struct.Struct("<4sHHqqqq")  # magic, version, command, step, counts of integers, floats and bytes of text
-_MAGIC, _VERSION = b"STKR", 1
+_MAGIC, _VERSION = b"STKR", 2
 _KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 _SYNTAXES: tuple[Literal["lark", "regex"], ...] = ("lark", "regex")
 _NONE = -(1 << 62)  # an integer that is None
-
-
-class FrameError(StokerError):
-    """A frame is damaged, or comes from another version."""
-
-    code = "bad_plan_frame"
 
 
 class RankCommand(IntEnum):
@@ -41,6 +35,8 @@ class RankCommand(IntEnum):
     WARM_UP = 3
     CAPTURE_NEXT = 4
     CAPTURE_ALL = 5
+    KV = 6  # blocks for the store, leases and hints
+    CLOSE_KV = 7  # write what waits for the tiers; no loads follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +46,7 @@ class Frame:
     command: RankCommand
     step: int
     plan: StepPlan | None = None
+    update: KvUpdate | None = None
 
 
 def digest_of(data: bytes | memoryview) -> int:
@@ -57,56 +54,13 @@ def digest_of(data: bytes | memoryview) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
-class _FrameWriter:
-    def __init__(self) -> None:
-        self.ints: list[int] = []
-        self.floats: list[float] = []
-        self.text = bytearray()
-
-    def put(self, *values: int) -> None:
-        self.ints += values
-
-    def put_list(self, values: Iterable[int]) -> None:
-        values = list(values)
-        self.ints.append(len(values))
-        self.ints += values
-
-    def put_text(self, text: str) -> None:
-        data = text.encode()
-        self.ints.append(len(data))
-        self.text += data
-
-
-class _FrameReader:
-    def __init__(self, ints: list[int], floats: list[float], text: bytes) -> None:
-        self._ints, self._floats, self._text = iter(ints), iter(floats), text
-        self._at = 0
-
-    def one(self) -> int:
-        return next(self._ints)
-
-    def take(self, count: int) -> list[int]:
-        if count < 0:
-            raise FrameError(f"a list of {count} entries")
-        return [next(self._ints) for _ in range(count)]
-
-    def take_list(self) -> list[int]:
-        return self.take(self.one())
-
-    def floats(self, count: int) -> list[float]:
-        return [next(self._floats) for _ in range(count)]
-
-    def text(self) -> str:
-        count = self.one()
-        self._at += count
-        return self._text[self._at - count : self._at].decode()
-
-
 def encode(frame: Frame) -> bytes:
     """Return the bytes of a frame."""
-    writer = _FrameWriter()
+    writer = FrameWriter()
     if frame.plan is not None:
         _put_plan(writer, frame.plan)
+    if frame.update is not None:
+        put_update(writer, frame.update)
     sizes = (len(writer.ints), len(writer.floats), len(writer.text))
     return b"".join(
         (
@@ -130,16 +84,16 @@ def decode(data: bytes) -> Frame:
         middle = first + 8 * num_ints
         ints = np.frombuffer(data[first:middle], np.int64).tolist()
         end = middle + 8 * num_floats
-        reader = _FrameReader(ints, np.frombuffer(data[middle:end], np.float64).tolist(), bytes(data[end:]))
+        reader = FrameReader(ints, np.frombuffer(data[middle:end], np.float64).tolist(), bytes(data[end:]))
         plan = _take_plan(reader) if command == RankCommand.STEP else None
-        return Frame(RankCommand(command), step, plan)
+        update = take_update(reader) if command == RankCommand.KV else None
+        return Frame(RankCommand(command), step, plan, update)
     except (struct.error, ValueError, StopIteration, RuntimeError, IndexError) as error:
         raise FrameError(f"a plan of {len(data)} bytes cannot be read ({error!r})") from error
 
 
-def _put_plan(writer: _FrameWriter, plan: StepPlan) -> None:
-    assert not plan.loads, "loads need a store on every rank"
-    writer.put(len(plan.spans), plan.num_drafts)
+def _put_plan(writer: FrameWriter, plan: StepPlan) -> None:
+    writer.put(len(plan.spans), plan.num_drafts, plan.num_guesses)
     for span in plan.spans:
         writer.put(span.row, span.start, span.count, span.samples, span.num_drafts, span.slack, span.in_prompt)
         writer.put(span.next_id)
@@ -162,10 +116,11 @@ def _put_plan(writer: _FrameWriter, plan: StepPlan) -> None:
     for tape in plan.tapes:
         writer.put(tape.row, tape.start)
         writer.put_list(tape.token_ids)
+    put_loads(writer, plan.loads)
 
 
-def _take_plan(reader: _FrameReader) -> StepPlan:
-    num_spans, num_drafts = reader.take(2)
+def _take_plan(reader: FrameReader) -> StepPlan:
+    num_spans, num_drafts, num_guesses = reader.take(3)
     spans = []
     for _ in range(num_spans):
         row, start, count, samples, drafts, slack, in_prompt, next_id = reader.take(8)
@@ -195,9 +150,10 @@ def _take_plan(reader: _FrameReader) -> StepPlan:
         changes,
         [BlockCopy(BlockId(src), BlockId(dst), kv_set) for src, dst, kv_set in copies],
         fresh,
-        [],
+        take_loads(reader),
         tapes,
         num_drafts,
+        num_guesses,
     )
 
 
@@ -211,7 +167,7 @@ _FLOATS = (
 )
 
 
-def _put_sampling(writer: _FrameWriter, sampling: SamplingParams) -> None:
+def _put_sampling(writer: FrameWriter, sampling: SamplingParams) -> None:
     writer.floats += [getattr(sampling, name) for name in _FLOATS]
     logprobs = _NONE if sampling.num_logprobs is None else sampling.num_logprobs
     writer.put(sampling.top_k, sampling.seed, logprobs, sampling.min_tokens)
@@ -223,26 +179,27 @@ def _put_sampling(writer: _FrameWriter, sampling: SamplingParams) -> None:
         _put_grammar(writer, sampling.grammar)
 
 
-def _put_grammar(writer: _FrameWriter, spec: GrammarSpec) -> None:
+def _put_grammar(writer: FrameWriter, spec: GrammarSpec) -> None:
     writer.put_text(spec.text)
     writer.put(spec.allows_text, len(spec.inputs))
     for one in spec.inputs:
         writer.put(_SYNTAXES.index(one.grammar.syntax))
-        writer.put_text(one.begin)
-        writer.put_text(one.grammar.definition)
+        for text in (one.begin, one.opening, one.end, one.grammar.definition):
+            writer.put_text(text)
 
 
-def _take_grammar(reader: _FrameReader, kind: GrammarKind) -> GrammarSpec:
+def _take_grammar(reader: FrameReader, kind: GrammarKind) -> GrammarSpec:
     text = reader.text()
     allows_text, num_inputs = reader.take(2)
     inputs = []
     for _ in range(num_inputs):
         syntax = _SYNTAXES[reader.one()]
-        inputs.append(InputGrammar(reader.text(), TextGrammar(syntax, reader.text())))
+        begin, opening, end, definition = (reader.text() for _ in range(4))
+        inputs.append(InputGrammar(begin, opening, end, TextGrammar(syntax, definition)))
     return GrammarSpec(kind, text, bool(allows_text), tuple(inputs))
 
 
-def _take_sampling(reader: _FrameReader) -> SamplingParams:
+def _take_sampling(reader: FrameReader) -> SamplingParams:
     floats: dict[str, Any] = dict(zip(_FLOATS, reader.floats(len(_FLOATS)), strict=True))
     top_k, seed, logprobs, min_tokens = reader.take(4)
     stops, biased = tuple(reader.take_list()), reader.take_list()

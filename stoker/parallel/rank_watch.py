@@ -27,6 +27,7 @@ class RankLost(StokerError):
 @dataclass(slots=True)
 class _RankState:
     beat_s: float
+    where: str = ""  # empty: this machine
     is_ready: bool = False
     has_said_hello: bool = False
     failure: str | None = None
@@ -60,6 +61,20 @@ class RankWatch:
     def all_ready(self) -> bool:
         return all(state.is_ready for state in self._ranks.values())
 
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not connected."""
+        return [rank for rank, state in self._ranks.items() if not state.has_said_hello]
+
+    def arrived(self, rank: int, where: str, now: float) -> None:
+        """A rank of another machine has connected. Errors name where it runs."""
+        state = self._ranks[rank]
+        state.beat_s, state.where, state.has_said_hello = now, where, True
+
+    def fail(self, reason: str) -> None:
+        """Another part of rank 0 has found that the ranks cannot work together."""
+        self._judge(reason)
+
     def received(self, rank: int, message: LinkMessage, now: float) -> None:
         """Take in a message of a rank."""
         state = self._ranks[rank]
@@ -70,7 +85,7 @@ class RankWatch:
             state.is_ready = True
         elif message.kind is Kind.FAILED:
             state.failure = message.text
-            self._judge(f"rank {rank} failed: {message.text}")
+            self._judge(f"{self._name(rank)} failed: {message.text}")
         elif message.kind in (Kind.RECEIVED, Kind.SAMPLED):
             self._compare(rank, message.kind, message.step, message.digest)
 
@@ -78,7 +93,7 @@ class RankWatch:
         """A rank's process or connection has ended."""
         if self._ranks[rank].failure is None:
             how = "its connection ended" if exit_code is None else f"its process ended with exit code {exit_code}"
-            self._judge(f"rank {rank} is lost: {how}")
+            self._judge(f"{self._name(rank)} is lost: {how}")
 
     def expect(self, kind: Kind, step: int, digest: int) -> None:
         """Set what every rank should report for a step."""
@@ -101,7 +116,7 @@ class RankWatch:
             limit_s = self._silent_s if state.is_ready else self._start_silent_s
             if now - state.beat_s >= limit_s:
                 self._judge(
-                    f"rank {rank} is lost: it sent no heartbeat for {now - state.beat_s:.1f} s (limit {limit_s:g} s)"
+                    f"{self._name(rank)} is lost: it sent no heartbeat for {now - state.beat_s:.1f} s (limit {limit_s:g} s)"
                 )
         return self.verdict
 
@@ -112,7 +127,7 @@ class RankWatch:
         elif digests.own[kind] != digest:
             what = "received another plan" if kind is Kind.RECEIVED else "sampled other tokens"
             self._judge(
-                f"rank {rank} has diverged: in step {step} it {what} than rank 0 (digest {digest:016x}, rank 0 has "
+                f"{self._name(rank)} has diverged: in step {step} it {what} than rank 0 (digest {digest:016x}, rank 0 has "
                 f"{digests.own[kind]:016x})"
             )
 
@@ -123,6 +138,10 @@ class RankWatch:
             while len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)
         return found
+
+    def _name(self, rank: int) -> str:
+        where = self._ranks[rank].where
+        return f"rank {rank} ({where})" if where else f"rank {rank}"
 
     def _judge(self, verdict: str) -> None:
         self.verdict = self.verdict or verdict  # the first reason counts; the others follow from it

@@ -14,18 +14,12 @@ import struct
 import time
 from dataclasses import dataclass
 
-from stoker.base.errors import StokerError
+from stoker.parallel.plan_transport import PlansStuck
 
 _WORD = struct.Struct("<Q")
 _LINE = 64  # a cache line for each position, so that readers do not slow each other down
 _POLL_S = 0.0005
 _LONGEST_POLL_S = 0.02
-
-
-class RingFull(StokerError):
-    """A reader does not keep up. The message names it."""
-
-    code = "plan_ring_full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,7 @@ class RingWriter(_Ring):
         self._written = 0
 
     def send(self, frame: bytes) -> None:
-        """Write a frame. Waits for readers that are behind, and raises RingFull if one stays behind."""
+        """Write a frame. Waits for readers that are behind, and raises PlansStuck if one stays behind."""
         size = self._capacity // 4
         for first in range(0, max(1, len(frame)), size):
             self._send_piece(frame[first : first + size], is_last=first + size >= len(frame))
@@ -103,7 +97,7 @@ class RingWriter(_Ring):
                 return
             if time.monotonic() > give_up_s:
                 late = read.index(min(read))
-                raise RingFull(
+                raise PlansStuck(
                     f"reader {late} has not read {self._written - read[late]:,} bytes of plans for {self._deadline_s:g} s"
                 )
             time.sleep(poll_s)

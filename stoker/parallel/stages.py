@@ -8,13 +8,16 @@ the next plan has its tokens. The device knows which drafts of a step exist; the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from stoker.parallel.collectives import Collectives, Transfer
+
+# Tensors that a stage sends in one step: positions, hidden states, and what a draft model needs, of up to six layers.
+_STEP_TRANSFERS = 8
 
 FindTokens = Callable[[], tuple[Tensor, Tensor]]
 
@@ -23,6 +26,7 @@ class Stages(Protocol):
     """This rank's place in the pipeline."""
 
     is_first: bool
+    first_layer: int
     is_deferred: bool
     """True if the first stage must wait for other stages before it can sample."""
 
@@ -38,11 +42,22 @@ class Stages(Protocol):
     def result(self, hidden: Tensor, heads: Tensor) -> Tensor:
         """Return the hidden states of the heads after the last stage; called in the first stage, once per step."""
 
+    def is_here(self, layer: int) -> bool:
+        """Return True if this stage has the hidden states that enter a layer of the model, or that leave its last one. At the
+        border of two stages, they are those that leave the first of the two."""
+
+    def send_feature(self, hidden: Tensor) -> None:
+        """Send hidden states [tokens, hidden] to the first stage, before those of `leave`."""
+
+    def receive_feature(self, num_tokens: int, layer: int) -> Tensor:
+        """Return the hidden states that enter a layer of a later stage; called in the first stage, before `result`."""
+
 
 class OneStage:
     """All layers on one rank, or on the ranks of one stage."""
 
     is_first = True
+    first_layer = 0
     is_deferred = False
 
     def tokens(self, num_tokens: int, find: FindTokens) -> tuple[Tensor, Tensor]:
@@ -57,14 +72,32 @@ class OneStage:
     def result(self, hidden: Tensor, heads: Tensor) -> Tensor:
         return hidden[heads]
 
+    def is_here(self, layer: int) -> bool:
+        return True
+
+    def send_feature(self, hidden: Tensor) -> None:
+        raise AssertionError("there is no other stage")
+
+    def receive_feature(self, num_tokens: int, layer: int) -> Tensor:
+        raise AssertionError("there is no other stage")
+
 
 class PipelineStage:
     """One of several stages. `collectives` has the ranks with this one's part of each stage, in the order of the stages."""
 
     is_deferred = True
 
-    def __init__(self, collectives: Collectives, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._collectives = collectives
+    def __init__(
+        self,
+        collectives: Collectives,
+        layers: Sequence[range],
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`layers` are those of each stage."""
+        self._collectives, self._layers = collectives, layers
+        self.first_layer = layers[collectives.rank].start
         self._stage, self._last = collectives.rank, collectives.num_ranks - 1
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._transfers: deque[Transfer] = deque()
@@ -93,15 +126,28 @@ class PipelineStage:
     def result(self, hidden: Tensor, heads: Tensor) -> Tensor:
         return self._received(len(heads), self._last)
 
+    def is_here(self, layer: int) -> bool:
+        return self._stage_of(layer) == self._stage
+
+    def send_feature(self, hidden: Tensor) -> None:
+        self._send(hidden.clone(), 0)  # the next layer reuses the memory
+
+    def receive_feature(self, num_tokens: int, layer: int) -> Tensor:
+        return self._received(num_tokens, self._stage_of(layer))
+
+    def _stage_of(self, layer: int) -> int:
+        return next(stage for stage, held in enumerate(self._layers) if layer <= held.stop)
+
     def _received(self, num_tokens: int, stage: int) -> Tensor:
         into = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
         self._collectives.receive(into, stage)
         return into
 
     def _send(self, x: Tensor, stage: int) -> None:
-        """Send without waiting. At most two steps per stage are in flight, so that older transfers are done or nearly so."""
+        """Send without waiting. At most two steps per stage are in flight, with some tensors each, so that older transfers
+        are done or nearly so."""
         self._transfers.append(self._collectives.send(x.contiguous(), stage))
-        while len(self._transfers) > 4 * (self._last + 1):
+        while len(self._transfers) > _STEP_TRANSFERS * 2 * (self._last + 1):
             self._transfers.popleft().wait()
 
 

@@ -1,4 +1,4 @@
-"""The answers of the gateway's `/admin/status`, `/admin/fleet` and `/admin/misses`, which `stoker` commands read.
+"""The answers of the gateway's admin API that `stoker` commands and the dashboard read.
 
 Fields that a gateway of another version may not have need a default.
 """
@@ -10,6 +10,12 @@ import msgspec
 ADMIN_STATUS_PATH = "/admin/status"
 ADMIN_FLEET_PATH = "/admin/fleet"
 ADMIN_MISSES_PATH = "/admin/misses"
+ADMIN_SERIES_PATH = "/admin/series"
+ADMIN_NOW_PATH = "/admin/now"
+ADMIN_DRAIN_PATH = "/admin/drain"
+ADMIN_UNDRAIN_PATH = "/admin/undrain"
+ADMIN_ROLE_PATH = "/admin/role"
+ADMIN_SCALE_PATH = "/admin/scale"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +32,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None  # the file or URL of the store
     store_trouble: str | None = None  # why the store does not work, if it does not
     ledger_pending_rows: int = 0
+    changes: list[str] = []  # the paths of the admin API that change something, so that a client shows only what works
 
 
 class ReportedLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +92,31 @@ class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerStatus]
 
 
+class StartWish(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that the autoscaler wants. A placement engine starts one for each number, once."""
+
+    number: int
+    role: str
+
+
+class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision of the autoscaler. In a dry run it was not carried out."""
+
+    age_s: float
+    action: str
+    reason: str
+    numbers: dict[str, float] = {}
+
+
+class ScaleWishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the autoscaler wants from a placement engine, and its latest decisions, the latest first."""
+
+    mode: str  # off, dry_run or on
+    starts: list[StartWish] = []
+    stops: list[str] = []  # workers that are drained and may end
+    decisions: list[ScaleDecision] = []
+
+
 class MissReason(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt tokens of one key that were computed for one reason. Costs are decimal numbers."""
 
@@ -114,6 +146,31 @@ class MissList(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[KeyMisses] = []
 
 
+class SeriesAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Points over time. `columns` has one list for each name, with null where nothing is known."""
+
+    step_s: int
+    times_s: list[float]  # the start of each point, as Unix time
+    columns: dict[str, list[float | None]]
+
+
+class NowAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The last minute in numbers, and one sentence about what limits the fleet."""
+
+    time_s: float  # Unix time
+    bottleneck: str
+    values: dict[str, float | None]  # of the last minute; the names are those of the series
+    point: dict[str, float | None]  # of the last second
+    currency: str = "USD"
+    has_prices: bool = False
+    ttft_goal_ms: float = 0.0
+    itl_goal_ms: float = 0.0
+    process: int = 0  # the number of the gateway's process that saw all this
+
+
+decode_series = msgspec.json.Decoder(SeriesAnswer).decode
+decode_now = msgspec.json.Decoder(NowAnswer).decode
 decode_gateway_status = msgspec.json.Decoder(GatewayStatus).decode
 decode_worker_list = msgspec.json.Decoder(WorkerList).decode
+decode_scale_wishes = msgspec.json.Decoder(ScaleWishes).decode
 decode_miss_list = msgspec.json.Decoder(MissList).decode

@@ -104,6 +104,11 @@ class KvTransfers(msgspec.Struct, kw_only=True):
 KvTransferParams = KvTransfer | KvTransfers
 
 
+def has_kv_of(params: bytes) -> bool:
+    """Return True if these `kv_transfer_params` of a Stoker worker name at least one lease."""
+    return b'"remote_request_id":' in params
+
+
 # ---- hints from the gateway: bodies of POST `PREFETCH_PATH` and `RELEASE_PATH`
 
 

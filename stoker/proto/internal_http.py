@@ -8,6 +8,8 @@ INTERNAL_HEADER_PREFIX = "x-stoker-"
 # "1" asks a worker to write resume notes into its stream (see resume_notes.py).
 NOTES_HEADER = "x-stoker-stream"
 NOTES_WANTED = "1"
+# The name under which the gateway can move this request to another worker (see moves.py).
+MOVE_HEADER = "x-stoker-move"
 # With --debug-routes, the gateway explains its choice of a worker to the client in this header.
 ROUTE_HEADER = "x-stoker-route"
 
@@ -22,6 +24,8 @@ WORKER_INFO_PATH = "/stoker/worker"  # GET: `WorkerInfo`
 TOKENIZER_PATH = "/stoker/tokenizer"  # GET: `TokenizerFiles`
 PREFETCH_PATH = "/stoker/prefetch"  # POST: `PrefetchRequest`
 RELEASE_PATH = "/stoker/release"  # POST: `ReleaseRequest`
+MOVE_PATH = "/stoker/move"  # POST: `MoveRequest`
+DUTY_PATH = "/stoker/duty"  # POST: `DutyRequest`, answered with `WorkerDuty`
 MODEL_PATH = "/stoker/model"  # POST: `ModelRequest`, answered with `ModelSwitched`
 
 # The endpoints that generate, served by both.

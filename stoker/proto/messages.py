@@ -72,6 +72,15 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     crossover_tokens: int | None  # number of tokens from which loading is faster than computing; None: never
 
 
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The device's blocks of one KV set that keeps only what its layers still see."""
+
+    name: str  # its reach, such as "window128"
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+
+
 class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     """The drafts of one source. Counters start with the engine."""
 
@@ -109,8 +118,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loaded_tokens: int = 0  # from tiers
     pulled_tokens: int = 0  # from other workers
     failed_loads: int = 0  # loads that returned fewer tokens than requested
+    local_pools: list[PoolReport] = []
     tiers: list[TierReport] = []
     drafts: list[DraftReport] = []
+    draft_step_s: float = 0.0  # time of decode-only steps with drafts, and the estimate without drafts for their tokens
+    undrafted_s: float = 0.0
 
 
 class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -187,15 +199,24 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease_id: str
 
 
+class HandOff(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End this request as soon as its launched steps are done, and keep its KV under this lease for another worker."""
+
+    request_id: RequestId
+    lease_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now and drop what runs."""
+
+    is_final: bool = False  # the worker stops; otherwise it may start another engine
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: TokenChunks
 
 
-ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown
+ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | HandOff | Shutdown
 FromEngine = Prepared | EngineInfo | EngineStats | Beat | LoadProgress | StartFailed | Chunks | KvEvents
 
 
@@ -213,8 +234,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     number: int
     role: WorkerRole
+    role_assigned: bool = (
+        False  # it was given this role while it ran, so that the gateway's configuration does not count
+    )
     ready: bool  # the engine accepts requests
     draining: bool
+    moving: bool = False  # with `draining`: gateways shall continue its requests on other workers
     waiting_sequences: int
     waiting_tokens: int
     running_sequences: int
@@ -244,12 +269,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_address: str | None = None  # where other workers pull the KV that it keeps for them
     stores: dict[str, str] = {}  # store name by medium of KV events; workers with the same name share its blocks
     volatile_lines: list[str] = []  # how lines begin that it leaves out of system prompts
+    secret_id: str | None = None  # the public name of the secret with which it encrypts its events
 
 
 class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):
     """The heartbeat of a worker. A gateway removes a worker whose heartbeats end."""
 
     url: str
+    moving: bool = False  # when it signs off: gateways shall continue its requests on other workers
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import msgspec
 
-from stoker.proto.openai.errors import ErrorAnswer
-
 MAX_DRAIN_S = 86_400.0
 
 
@@ -32,11 +30,3 @@ def encode_model_request(model: str, served_names: list[str], drain_s: float | N
 
 def decode_switched(answer: bytes) -> ModelSwitched:
     return msgspec.json.decode(answer, type=ModelSwitched)
-
-
-def refusal_message(answer: bytes) -> str:
-    """Return the message of an error answer, or the answer itself if it has another form."""
-    try:
-        return msgspec.json.decode(answer, type=ErrorAnswer).error.message
-    except msgspec.DecodeError:
-        return answer[:500].decode(errors="replace")

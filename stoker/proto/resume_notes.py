@@ -162,6 +162,21 @@ class ResumeNotes(msgspec.Struct, eq=False):
         self.ticket = None
         self.num_tokens = self.num_others = 0
 
+    @classmethod
+    def restored(cls, lines: bytes) -> ResumeNotes:
+        """Return notes that were kept as `after(0)`."""
+        notes = cls()
+        notes._add(lines)
+        return notes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._lines)
+
+    def after(self, num_bytes: int) -> bytes:
+        """Return the notes that came after the first `num_bytes`."""
+        return bytes(self._lines[num_bytes:])
+
     def take(self, events: bytes) -> bytes:
         """Store the notes in `events`, which are whole events, and return the events without them."""
         if events.find(b"\n\n") + 2 == len(events):  # one event, which is how workers write them
@@ -251,6 +266,14 @@ class ResumeNotes(msgspec.Struct, eq=False):
         if len(self._lines) > self.max_bytes:
             raise self._too_large()
         self._count(lines)
+
+
+class BegunStream(msgspec.Struct, eq=False):
+    """A stream that another gateway can continue if this one dies, or that another one has begun."""
+
+    notes: ResumeNotes = msgspec.field(default_factory=ResumeNotes)
+    num_events: int = 0  # that the client has from the other gateway
+    num_tokens: int = 0  # in the notes of the other gateway, which has billed them
 
 
 def _check_json(data: bytes, kind: object) -> None:

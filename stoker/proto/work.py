@@ -12,11 +12,10 @@ from typing import Literal
 
 import msgspec
 
-WORK_HEADER = (
-    "x-stoker-work"  # NAME;PREFILL;OUTPUT: the gateway's name, prompt tokens to compute, expected output tokens
-)
+# NAME;PREFILL;OUTPUT: the gateway's name, prompt tokens to compute, expected output tokens; and ;flex for a flex request
+WORK_HEADER = "x-stoker-work"
 _MAX_TOKENS = 1 << 24
-_FORM = re.compile(r"([A-Za-z0-9:._-]{1,96});([0-9]{1,8});([0-9]{1,8})")
+_FORM = re.compile(r"([A-Za-z0-9:._-]{1,96});([0-9]{1,8});([0-9]{1,8})(;flex)?")
 
 
 class WorkChange(msgspec.Struct, frozen=True, array_like=True):
@@ -28,16 +27,17 @@ class WorkChange(msgspec.Struct, frozen=True, array_like=True):
     prefill_tokens: int
     context_tokens: int
     output_tokens: int
+    is_flex: bool = False  # it uses only idle capacity
 
 
-def work_header(gateway: str, prefill_tokens: int, output_tokens: int) -> str:
+def work_header(gateway: str, prefill_tokens: int, output_tokens: int, *, is_flex: bool = False) -> str:
     prefill, output = (min(max(count, 0), _MAX_TOKENS) for count in (prefill_tokens, output_tokens))
-    return f"{gateway};{prefill};{output}"
+    return f"{gateway};{prefill};{output}{';flex' if is_flex else ''}"
 
 
-def read_work_header(text: str | None) -> tuple[str, int, int] | None:
-    """Return the gateway's name and the counts, or None if the header is missing or not valid."""
+def read_work_header(text: str | None) -> tuple[str, int, int, bool] | None:
+    """Return the gateway's name, the counts and True for a flex request, or None if the header is missing or not valid."""
     found = None if text is None else _FORM.fullmatch(text)
     if found is None:
         return None
-    return found[1], min(int(found[2]), _MAX_TOKENS), min(int(found[3]), _MAX_TOKENS)
+    return found[1], min(int(found[2]), _MAX_TOKENS), min(int(found[3]), _MAX_TOKENS), found[4] is not None

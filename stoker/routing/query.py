@@ -42,6 +42,8 @@ class RouteQuery:
     parent_session: str | None = None
     excluded: frozenset[WorkerId] = frozenset()  # workers that failed this request already
     needs_dialect: frozenset[str] | None = None  # for a resume: only workers of these dialects can continue
+    # A worker that drains holds the KV of all tokens for it, so that no prefill worker is needed.
+    brings_kv: bool = False
     matches: PrefixMatches | None = None  # the index's answer for `keys`, if the caller has looked it up
 
 

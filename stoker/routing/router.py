@@ -108,7 +108,7 @@ class Router:
             candidates = [self._candidate(lookup, member, output_tokens) for member in members]
         else:
             members = self._clusters.narrow(query, members, lookup.matches, now)
-            prefills = self._cheapest_prefills(lookup, members)
+            prefills = {} if query.brings_kv else self._cheapest_prefills(lookup, members)
             candidates = self._decode_candidates(lookup, members, prefills)
             if not candidates:
                 raise self._no_worker(query, now)
@@ -208,6 +208,8 @@ class Router:
             cached = min(match.blocks * query.block_tokens, query.num_tokens - 1)
             way.host_tokens = match.host_blocks * query.block_tokens
             way.disk_tokens = match.disk_blocks * query.block_tokens
+        if query.brings_kv:  # it is pulled, not computed
+            cached = query.num_tokens - 1
         way.cached_tokens = cached
         way.compute_tokens = query.num_tokens - cached
         way.output_tokens = output_tokens

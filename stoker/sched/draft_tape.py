@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 TAPE_TOKENS = 64  # the most tokens of one tape
 MAX_DRAFTS = 15  # the most drafts of one span
-MODEL_GUESSES = 3  # tokens that a draft model guesses after each step; more are accepted too rarely
+MODEL_GUESSES = 3  # tokens that a draft model guesses after each step, before any step was measured
+MAX_GUESSES = 8  # the most of them; more are accepted too rarely
 _MIN_HEADS = 64
 
 

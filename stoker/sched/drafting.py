@@ -23,7 +23,11 @@ class TapeDrafter(Protocol):
 
 
 class Drafting(Protocol):
-    """Decides which drafts a step verifies."""
+    """Decides which drafts a step verifies, and how many a draft model guesses after it."""
+
+    @property
+    def num_guesses(self) -> int:
+        """The guesses that a draft model makes for each row after the step that was planned last."""
 
     def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
         """Return the number of drafts of each decoding sequence in the next step, at most `budget` in total.
@@ -49,6 +53,8 @@ class Drafting(Protocol):
 
 class NoDrafting:
     """No sequence ever has a draft."""
+
+    num_guesses = 0
 
     def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
         return {}

@@ -79,12 +79,26 @@ class Leases:
         # The token that was just sampled has no KV yet. The worker that continues computes it.
         ticket = self._terms.ticket(lease_id, len(seq.token_ids) - 1)
         if seq.state is SequenceState.RUNNING:  # otherwise it was preempted during its last step and has no blocks
-            completed = self._kv_of(lease_id, self._growing.pop(lease_id), complete=True)
-            self._held[lease_id] = [kv.blocks for kv in completed]
-            for pool, kv in zip(self._pools, completed, strict=True):
-                pool.hold(kv.blocks)
-            self._completed += completed
+            self._hold(lease_id, self._growing.pop(lease_id), len(seq.token_ids) - 1)
         return ticket
+
+    def take_over(self, lease_id: str, seq: Sequence, num_tokens: int) -> KvTicket | None:
+        """Keep the KV of the first `num_tokens` tokens of a sequence that another worker continues.
+
+        Return the ticket for it, or None if the id is used.
+        """
+        assert self._terms is not None, f"lease {lease_id} cannot be held here"
+        if lease_id in self._growing or lease_id in self._held:
+            return None
+        self._hold(lease_id, seq, num_tokens)
+        return self._terms.ticket(lease_id, num_tokens)
+
+    def _hold(self, lease_id: str, seq: Sequence, num_tokens: int) -> None:
+        completed = self._kv_of(lease_id, seq, num_tokens, complete=True)
+        self._held[lease_id] = [kv.blocks for kv in completed]
+        for pool, kv in zip(self._pools, completed, strict=True):
+            pool.hold(kv.blocks)
+        self._completed += completed
 
     def blocks_released(self, lease_id: str) -> None:
         """Record that the sequence gives its blocks back to the pool. A held lease keeps its own references."""
@@ -103,7 +117,11 @@ class Leases:
 
     def take(self) -> tuple[list[LeasedKv], list[str]]:
         """Return the KV of all growing and newly held leases, and the ids of leases that broke since the last call."""
-        kv = [part for lease_id, seq in self._growing.items() for part in self._kv_of(lease_id, seq, complete=False)]
+        kv = [
+            part
+            for lease_id, seq in self._growing.items()
+            for part in self._kv_of(lease_id, seq, len(seq.token_ids) - 1, complete=False)
+        ]
         kv += self._completed
         broken, self._completed, self._broken = self._broken, [], []
         return kv, broken
@@ -120,9 +138,8 @@ class Leases:
         for pool, blocks in zip(self._pools, self._held.pop(lease_id, []), strict=False):
             pool.release(blocks)
 
-    def _kv_of(self, lease_id: str, seq: Sequence, complete: bool) -> list[LeasedKv]:
-        """Return the KV of a lease in each KV set that has some."""
-        num_tokens = len(seq.token_ids) - 1
+    def _kv_of(self, lease_id: str, seq: Sequence, num_tokens: int, complete: bool) -> list[LeasedKv]:
+        """Return the KV of the first `num_tokens` tokens in each KV set that has some."""
         num_full = seq.num_named if seq.held else 0
         keys = seq.keys[:num_full]
         if complete and num_tokens > num_full * seq.block_tokens:

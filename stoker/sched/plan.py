@@ -107,6 +107,7 @@ class StepPlan:
     loads: list[KvLoad] = field(default_factory=list)
     tapes: list[TapeUpload] = field(default_factory=list)
     num_drafts: int = 0  # of all spans
+    num_guesses: int = 0  # tokens that a draft model guesses for each row after it has sampled; drafts of the next step
 
     @property
     def num_tokens(self) -> int:

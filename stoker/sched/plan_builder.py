@@ -80,15 +80,16 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         return not (self.counts or self.loads)
 
-    def build(self, freed_rows: list[Row], unfilled: list[BlockId]) -> StepPlan:
+    def build(self, freed_rows: list[Row], unfilled: list[BlockId], num_guesses: int = 0) -> StepPlan:
         """Return the plan. From now on, its tokens count as computed.
 
-        Fresh blocks and the `unfilled` ones of the first KV set are cleared, except blocks that this step fills completely.
+        If a row samples, a draft model makes `num_guesses` guesses. Fresh blocks and the `unfilled` ones of the first KV set
+        are cleared, except blocks that this step fills completely.
         """
         spans: list[Span] = []
         token_ids: list[int] = []
         tapes: list[TapeUpload] = []
-        drafts = self.drafts
+        drafts, any_samples = self.drafts, False
         filled = self._filled_blocks()
         for seq, count in self.counts.items():
             start, num_known, slack = seq.num_computed, len(seq.token_ids), seq.num_drafting
@@ -99,6 +100,7 @@ class PlanBuilder:
                 token_ids.append(ON_DEVICE)
             samples = end == num_known + seq.num_pending + slack
             if samples:
+                any_samples = True
                 seq.num_pending += 1
             assert seq.row is not None
             spans.append(span := Span(seq.row, start, count, samples, 0, slack, start < seq.request.num_prompt))
@@ -124,6 +126,7 @@ class PlanBuilder:
             self.loads,
             tapes,
             sum(drafts.values()),
+            num_guesses if any_samples else 0,
         )
 
     def _filled_blocks(self) -> list[set[BlockId]]:

@@ -23,9 +23,14 @@ class TextGrammar:
 
 @dataclass(frozen=True, slots=True)
 class InputGrammar:
-    """The grammar of the input of a custom tool call, which is a JSON string inside the output."""
+    """The grammar of the input of a custom tool call, which is a part of the output.
+
+    A quote ends the content of a JSON string, in which characters are escaped. Any other end follows the text as it is.
+    """
 
     begin: str  # the text that begins the call
+    opening: str  # the text right before the input
+    end: str  # the text right after it
     grammar: TextGrammar
 
 
@@ -36,7 +41,7 @@ class GrammarSpec:
     kind: GrammarKind
     text: str = ""
     allows_text: bool = False  # the output may be free text, which may be cut anywhere by the token limit
-    inputs: tuple[InputGrammar, ...] = ()  # of strings that `text` leaves free; only in a structural tag
+    inputs: tuple[InputGrammar, ...] = ()  # of texts that `text` leaves free; only in a structural tag
 
 
 @dataclass(frozen=True, slots=True)

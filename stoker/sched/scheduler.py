@@ -13,7 +13,7 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockId, RequestId, Row
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
-from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
+from stoker.kv.blocks.transfer import KvTicket, LoadResult, OfferedBlock
 from stoker.sched.block_sets import BlockSets, PrefixMatch
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.drafting import Drafting, NoDrafting
@@ -41,7 +41,18 @@ _MAX_COUNTED = 256  # waiting sequences whose tokens are counted in each mixed s
 
 _MIXED_DRAFT_PART = 4  # drafts take at most one in this many of the tokens that a mixed step has left for prompts
 
+# A pipeline's step has one of this many parts of the prompt tokens that its stages could compute, and at least the minimum. So
+# neighbouring steps take similar times, and no stage waits for a long step between short ones.
+_STAGE_PARTS = 16
+_MIN_STAGE_TOKENS = 64
+
 _MEASURED_PER_STEP = 8  # waiting sequences whose uncached tokens are counted again in each step, in rotation
+
+
+def plans_in_flight(stages: int) -> int:
+    """Return how many plans a pipeline of this many stages has in flight. With many stages there are more plans than stages,
+    because steps do not all take the same time."""
+    return stages + stages // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,6 @@ class SchedulerConfig:
     # Stages of the pipeline that executes the plans. With several, a sequence is not planned again before its sampled token
     # is known, and each plan has its share of the sequences that decode.
     stages: int = 1
-    pulls: bool = True  # False: KV of other workers is not pulled, and the tokens are computed
     max_heads: int | None = None  # maximum number of tokens of a step whose logits are computed; None: by `max_rows`
 
 
@@ -75,6 +85,8 @@ class Counters:
     generated_tokens: int = 0
     draft_tokens: int = 0  # verified drafts; not among the computed tokens
     accepted_draft_tokens: int = 0
+    draft_step_s: float = 0.0  # time of decode-only steps with drafts or guesses
+    undrafted_s: float = 0.0  # the fitted time that their tokens would have taken without drafts
     preemptions: int = 0
     loaded_tokens: int = 0  # tokens whose KV came from a tier
     pulled_tokens: int = 0  # tokens whose KV came from another worker
@@ -88,6 +100,7 @@ class _LaunchedPlan(NamedTuple):
     seqs: list[Sequence]
     row_epochs: list[int]
     num_tokens: int
+    num_guesses: int
 
 
 class Scheduler:
@@ -120,6 +133,9 @@ class Scheduler:
         self._offers = Offers(config.max_offers, self._sets)
         self._prefixes = PrefixCache(self._sets, self._offers)
         self._order = PrefillOrder(config.step_tokens, self._tokens_left)
+        self._leaving: list[
+            Sequence
+        ] = []  # sequences that another worker takes over, until their launched steps are done
         self._num_arrivals = 0
         self._max_heads = max_heads(config.max_rows) if config.max_heads is None else config.max_heads
         self.counters = Counters()
@@ -154,8 +170,6 @@ class Scheduler:
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading."""
         config = self._config
-        if not config.pulls and request.ticket is not None:
-            request = replace(request, ticket=None)
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
         check_request(request, config.max_tokens, self._sets.max_tokens, config.vocab_size)
@@ -192,6 +206,41 @@ class Scheduler:
         for seq in late:
             self._end(seq, Finish("deadline"), chunks)
         return chunks
+
+    # ---- sequences that move to another worker
+
+    def hand_off(self, request_id: RequestId, lease_id: str) -> TokenChunks:
+        """Let another worker continue a request. Return its last chunk, if it can end at once.
+
+        Otherwise the next `end_leaving` returns it, after the steps that were launched for it. Its KV is held under
+        `lease_id`. A running sequence that has a lease already hands itself off after its prompt.
+        """
+        seq = self._by_id.get(request_id)
+        if seq is None or seq.leaves_under is not None:
+            return TokenChunks()
+        if seq.request.lease_id is not None and seq.state is not SequenceState.WAITING:
+            return TokenChunks()
+        seq.leaves_under = lease_id
+        self._leaving.append(seq)
+        return self.end_leaving()
+
+    def end_leaving(self) -> TokenChunks:
+        """End the leaving sequences whose launched steps are done. Return their last chunks."""
+        chunks = TokenChunks()
+        if self._leaving:
+            in_flight = {id(seq) for plan in self._launched for seq in plan.seqs}
+            for seq in [seq for seq in self._leaving if id(seq) not in in_flight]:
+                ticket = self._leaving_ticket(seq)
+                self._remove(seq)
+                chunks.add(seq.request.request_id, [], seq.usage, None, Finish("handoff"), ticket)
+        return chunks
+
+    def _leaving_ticket(self, seq: Sequence) -> KvTicket | None:
+        """Return a ticket for the KV that was computed here. Without any, return the ticket that the sequence came with."""
+        assert seq.leaves_under is not None
+        if seq.state is SequenceState.RUNNING and seq.num_computed and self._config.lease is not None:
+            return self._leases.take_over(seq.leaves_under, seq, min(seq.num_computed, len(seq.token_ids) - 1))
+        return seq.request.ticket if seq.cached_tokens is None else None
 
     # ---- KV that comes from tiers or other workers, and KV for them
 
@@ -264,11 +313,12 @@ class Scheduler:
         if builder.drafts:
             builder.limit_drafts(self._max_heads - len(builder.counts))
             self._drafting.launched(builder.drafts)
-        plan = builder.build(self._freed_rows, self._unfilled)
+        plan = builder.build(self._freed_rows, self._unfilled, self._drafting.num_guesses)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
         self._num_plans += 1
-        self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
+        seqs = list(builder.counts)
+        self._launched.append(_LaunchedPlan(plan.spans, seqs, row_epochs, plan.num_tokens, plan.num_guesses))
         self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
         self.counters.draft_tokens += plan.num_drafts
         return plan
@@ -280,10 +330,9 @@ class Scheduler:
     def _stage_share(self, decodes: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Return the part of the decoding sequences that one plan of a pipeline has, so that the plans in flight together have
         them all."""
-        stages = self._config.stages
-        if stages == 1:
+        if self._config.stages == 1:
             return decodes
-        return decodes[: -(-len(self._running) // stages)]
+        return decodes[: -(-len(self._running) // plans_in_flight(self._config.stages))]
 
     def _add_drafts(self, builder: PlanBuilder, mixed: bool) -> None:
         """Add drafts to the scheduled sequences, all of which decode.
@@ -314,25 +363,38 @@ class Scheduler:
         return num_drafts
 
     def _budget(self, num_decodes: int, prefills: list[tuple[Sequence, int]]) -> int:
-        """Return the step's token limit. A step with decoding sequences is limited, because all of them wait for it."""
-        if not num_decodes or not (prefills or self._waiting):
-            return self._config.step_tokens
+        """Return the step's token limit. A step with decoding sequences is limited, because all of them wait for it. The
+        stages of a pipeline get steps of similar size: a long one between short ones would leave stages idle."""
+        step_tokens, stages = self._config.step_tokens, self._config.stages
+        if not (prefills or self._waiting) or (not num_decodes and stages == 1):
+            return step_tokens
+        limit = (
+            self.step_size.limit(num_decodes, self._queued_tokens(prefills, _MAX_COUNTED))
+            if num_decodes
+            else step_tokens
+        )
+        if stages == 1:
+            return limit
+        startable = self._queued_tokens(prefills, min(_MAX_COUNTED, len(self._free_rows)))
+        return min(limit, num_decodes + max(_MIN_STAGE_TOKENS, -(-startable // (_STAGE_PARTS * stages))))
+
+    def _queued_tokens(self, prefills: list[tuple[Sequence, int]], max_waiting: int) -> int:
+        """Return how many prompt tokens are left to compute, of at most `max_waiting` sequences that wait."""
         # What the cache holds of the waiting prompts is not known yet. They are assumed to be like the earlier ones.
         uncached = 1 - self.counters.cached_tokens / max(1, self.counters.prompt_tokens)
-        waiting_tokens = sum(len(seq.token_ids) for seq in islice(self._waiting, _MAX_COUNTED))
-        queued_tokens = sum(num_to_compute for _seq, num_to_compute in prefills) + int(uncached * waiting_tokens)
-        return self.step_size.limit(num_decodes, queued_tokens)
+        waiting_tokens = sum(len(seq.token_ids) for seq in islice(self._waiting, max_waiting))
+        return sum(num_to_compute for _seq, num_to_compute in prefills) + int(uncached * waiting_tokens)
 
     def commit(self, result: StepResult) -> TokenChunks:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
-        spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        spans, seqs, row_epochs, num_tokens, num_guesses = self._launched.popleft()
         self._num_commits += 1
         while self._cooling_rows and self._cooling_rows[0][0] <= self._num_commits:
             self._give_back_row(self._cooling_rows.popleft()[1])
         done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
-            self.step_size.record(num_tokens, len(spans), result.step_s)
+            self.step_size.record(num_tokens, len(spans), result.step_s, num_guesses)
         for i, (span, seq, row_epoch, token_ids) in enumerate(
             zip(spans, seqs, row_epochs, result.token_ids, strict=True)
         ):
@@ -350,8 +412,18 @@ class Scheduler:
                 if span.num_drafts:
                     token_ids = self._take_drafts(seq, span, token_ids, has_row)
                 self._append_tokens(seq, token_ids, has_row, i, result, chunks)
-        self.counters.generated_tokens += sum(map(len, chunks.token_ids))
+        num_generated = sum(map(len, chunks.token_ids))
+        self.counters.generated_tokens += num_generated
+        if num_guesses or num_tokens > len(spans):
+            self._count_speed(spans, num_tokens, num_generated, result.step_s)
         return chunks
+
+    def _count_speed(self, spans: list[Span], num_tokens: int, num_generated: int, step_s: float) -> None:
+        """Compare the time of a step with drafts with that of the same tokens without. Mixed steps are left out."""
+        num_rows = len(spans)
+        if num_tokens == num_rows + sum(span.num_drafts for span in spans) and all(span.samples for span in spans):
+            self.counters.draft_step_s += step_s
+            self.counters.undrafted_s += self.step_size.costs.decode_s(num_rows) * num_generated / num_rows
 
     def _take_drafts(self, seq: Sequence, span: Span, token_ids: list[int], has_row: bool) -> list[int]:
         """Take in the outcome of a span with drafts. Return its tokens up to the sequence's last."""
@@ -435,8 +507,8 @@ class Scheduler:
         """
         seq = turn
         if turn.state is SequenceState.WAITING:
-            if turn.num_pending:
-                return True  # preempted while a step samples its next token, which is not known here yet
+            if turn.num_pending or turn.leaves_under is not None:
+                return True  # preempted while a step samples its next token, which is not known here yet, or leaving
             seq = self._prefixes.sequence_ahead(turn) or turn
         if seq in builder.counts or seq.state is SequenceState.LOADING:
             return True
@@ -602,9 +674,12 @@ class Scheduler:
         if seq.state is SequenceState.WAITING:
             del self._waiting[seq]
         else:
+            self._prefixes.offer_last(seq)
             self._release_row(seq)
         seq.state = SequenceState.DONE
         del self._by_id[seq.request.request_id]
+        if seq.leaves_under is not None:
+            self._leaving.remove(seq)
         if seq.request.lease_id is not None:
             self._leases.sequence_ended(seq.request.lease_id)
 

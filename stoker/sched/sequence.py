@@ -37,6 +37,7 @@ class Sequence:
     held: tuple[HeldBlocks, ...] = ()  # its blocks in each KV set; empty while it has none
     room: int = 0  # tokens for which it has blocks in all KV sets
     num_matched: int = 0  # leading blocks that the pool held when it was last asked; an estimate while waiting
+    num_shared: int = 0  # leading blocks that another sequence had computed when this one started
     num_named: int = 0  # leading blocks that the pool has registered under their keys
     num_computed: int = 0  # tokens that are computed, or that a launched step computes, if all its drafts are accepted
     num_pending: int = 0  # launched spans that sample. Each adds one token, and one more per accepted draft
@@ -48,6 +49,9 @@ class Sequence:
     pulled_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    leaves_under: str | None = (
+        None  # the lease under which another worker takes the sequence over; it is not planned again
+    )
     blocks_passed: int = 0  # blocks that other tenants' sequences took while this one did not fit
 
     @property
@@ -55,10 +59,12 @@ class Sequence:
         """How many known tokens are not computed yet. Zero if the pending tokens are the last ones.
 
         It does not depend on how many of the launched drafts are accepted: each adds a token and computes one. A
-        sequence with a lease ends after one token.
+        sequence with a lease ends after one token, and one that moves to another worker ends with its launched steps.
         """
         num_known = len(self.token_ids) + self.num_pending
-        if num_known >= self.max_tokens or (self.num_pending and self.request.lease_id is not None):
+        if num_known >= self.max_tokens or self.leaves_under is not None:
+            return 0
+        if self.num_pending and self.request.lease_id is not None:
             return 0
         return num_known + self.num_drafting - self.num_computed
 

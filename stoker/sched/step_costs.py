@@ -1,9 +1,10 @@
 """StepTimes: a model of the time of a step, fitted to the measured steps. Pure.
 
-    time = fixed + token * tokens + row * rows
+    time = fixed + token * tokens + row * rows + guess * guesses
 
 `fixed` is mostly the reading of the weights. `row` is what a row costs beyond its token: attention over its context,
-and sampling. Contexts and prompts change with the load, so recent steps count more.
+and sampling. `guess` is what a draft model takes for one guess of each row. Contexts and prompts change with the load, so
+recent steps count more.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ _SAMPLES = 7  # measured steps that a size class keeps; their median ignores up 
 _MIN_S, _MAX_S = 1e-9, 1e6  # a step outside these is not a measurement; the squares of its time could overflow
 _MAX_CLASSES = 32  # the classes that were not measured for longest are dropped
 _HALF_AGE = 256  # a class counts half after this many steps without a new measurement in it
-# Strength of the pull towards zero, per coefficient: fixed, token, row. It decides only what the measurements leave open:
-# time that several coefficients could explain goes to the tokens first, then to the fixed part.
-_DAMPING = (1e-3, 1e-5, 1e-2)
+# Strength of the pull towards zero, per coefficient: fixed, token, row, guess. It decides only what the measurements leave
+# open: time that several coefficients could explain goes to the tokens first, then to the fixed part.
+_DAMPING = (1e-3, 1e-5, 1e-2, 1e-2)
 
 Matrix = list[list[float]]
 
@@ -29,21 +30,22 @@ class StepCosts(NamedTuple):
     fixed_s: float = 0.0
     token_s: float = 0.0
     row_s: float = 0.0
+    guess_s: float = 0.0
 
     def decode_s(self, num_rows: int) -> float:
-        """Return the time of a decode-only step of `num_rows` sequences."""
+        """Return the time of a decode-only step of `num_rows` sequences, without drafts and guesses."""
         return self.fixed_s + (self.token_s + self.row_s) * num_rows
 
 
 @dataclass(slots=True)
 class _SimilarSteps:
-    """The last measurements of steps of similar size: (seconds, tokens, rows)."""
+    """The last measurements of steps of similar size: (seconds, tokens, rows, guesses)."""
 
-    samples: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    samples: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     updated: int = 0  # number of the last measurement
 
     @property
-    def typical(self) -> tuple[float, int, int]:
+    def typical(self) -> tuple[float, int, int, int]:
         """The median by time; of two, the faster. A stall or a compilation makes a step slower, never faster."""
         return sorted(self.samples)[(len(self.samples) - 1) // 2]
 
@@ -57,23 +59,23 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[int, int], _SimilarSteps] = {}  # the last measured class comes last
+        self._classes: dict[tuple[int, int, int], _SimilarSteps] = {}  # the last measured class comes last
         self._num_recorded = 0
         self._fitted = 0  # number of the measurement after which `_costs` were fitted
         self._costs = StepCosts()
 
-    def record(self, num_tokens: int, num_rows: int, step_s: float) -> None:
-        """Add a measured step of `num_tokens` tokens, one or more for each of its rows."""
+    def record(self, num_tokens: int, num_rows: int, step_s: float, num_guesses: int = 0) -> None:
+        """Add a measured step of `num_tokens` tokens, one or more for each of its rows, and `num_guesses` after them."""
         if not _MIN_S <= step_s <= _MAX_S:
             return
-        key = (num_rows.bit_length(), (num_tokens - num_rows).bit_length())
+        key = (num_rows.bit_length(), (num_tokens - num_rows).bit_length(), num_guesses)
         cls = self._classes.pop(key, None) or _SimilarSteps()
         self._classes[key] = cls
         if len(self._classes) > _MAX_CLASSES:
             del self._classes[next(iter(self._classes))]
         self._num_recorded += 1
         cls.updated = self._num_recorded
-        cls.samples.append((step_s, num_tokens, num_rows))
+        cls.samples.append((step_s, num_tokens, num_rows, num_guesses))
 
     @property
     def largest_tokens(self) -> int:
@@ -90,28 +92,32 @@ class StepTimes:
 
     def _fit(self) -> StepCosts:
         """Solve the weighted normal equations. Negative coefficients are set to zero, and the others fitted again."""
-        # The equation of a class, divided by its time: 1 = fixed * x + token * y + row * z. Written out, because a plan
-        # waits for it.
+        # The equation of a class, divided by its time: 1 = fixed * x + token * y + row * z + guess * g. Written out, because
+        # a plan waits for it.
         xx = xy = xz = yy = yz = zz = x1 = y1 = z1 = 0.0
+        gg = xg = yg = zg = g1 = 0.0
         for cls in self._classes.values():
-            step_s, num_tokens, num_rows = cls.typical
+            step_s, num_tokens, num_rows, num_guesses = cls.typical
             x = 1.0 / step_s
             y, z = x * num_tokens, x * num_rows
             weight = _HALF_AGE / (_HALF_AGE + self._num_recorded - cls.updated)
             wx, wy, wz = weight * x, weight * y, weight * z
             xx, xy, xz, yy, yz, zz = xx + wx * x, xy + wx * y, xz + wx * z, yy + wy * y, yz + wy * z, zz + wz * z
             x1, y1, z1 = x1 + wx, y1 + wy, z1 + wz
-        matrix = [[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]]
-        right = [x1, y1, z1]
-        for i in range(3):
+            if num_guesses:
+                g = x * num_guesses
+                gg, xg, yg, zg, g1 = gg + weight * g * g, xg + wx * g, yg + wy * g, zg + wz * g, g1 + weight * g
+        matrix = [[xx, xy, xz, xg], [xy, yy, yz, yg], [xz, yz, zz, zg], [xg, yg, zg, gg]]
+        right = [x1, y1, z1, g1]
+        for i in range(4):
             matrix[i][i] *= 1.0 + _DAMPING[i]
-        free = [0, 1, 2]
+        free = [0, 1, 2, 3] if gg else [0, 1, 2]
         while free:
             found = _solve([[matrix[i][j] for j in free] for i in free], [right[i] for i in free])
             worst = min(range(len(free)), key=found.__getitem__)
             if found[worst] >= 0.0:
                 values = dict(zip(free, found, strict=True))
-                return StepCosts(*(values.get(i, 0.0) for i in range(3)))
+                return StepCosts(*(values.get(i, 0.0) for i in range(4)))
             del free[worst]
         return StepCosts()
 

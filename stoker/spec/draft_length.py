@@ -4,6 +4,9 @@ A draft that is right with probability q adds q tokens and costs the time of one
 that brings E tokens is worth E / T tokens per second. So a draft pays if q / token_s is at least E / T. The k-th draft of
 a sequence counts only if those before it are right: q = p ** k for an acceptance rate p. E and T grow with the drafts
 that pay, so the limit is computed twice.
+
+The guesses of a draft model cost time when they are made: each is one run of the draft model over all rows. Their number is
+chosen one step before they are verified, in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import math
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from stoker.sched.draft_tape import MAX_DRAFTS
+from stoker.sched.draft_tape import MAX_DRAFTS, MAX_GUESSES, MODEL_GUESSES
 from stoker.sched.step_costs import StepCosts
 
 _MAX_RATE = 0.98  # no source is trusted more
@@ -44,6 +47,22 @@ def draft_lengths(chances: Items[DraftChance], num_rows: int, budget: int, costs
         longest = max(lengths)
         lengths = [min(length, longest - 1) for length in lengths]
     return lengths
+
+
+def guess_count(rates: Items[float], num_rows: int, costs: StepCosts) -> int:
+    """Return how many guesses of a draft model pay after a step of `num_rows` decoding sequences. `rates` are the
+    probabilities that a guess is right, if those before it are, of the sequences that would verify them."""
+    step_s, tokens = costs.decode_s(num_rows), float(num_rows)
+    if not step_s:
+        return MODEL_GUESSES
+    least = least_chance(costs, num_rows)
+    for number in range(1, MAX_GUESSES + 1):
+        chances = [chance for rate in rates if (chance := min(rate, _MAX_RATE) ** number) >= least]
+        gain, cost_s = sum(chances), costs.guess_s + len(chances) * costs.token_s
+        if not gain or gain * step_s < _MARGIN * cost_s * tokens:
+            return number - 1
+        step_s, tokens = step_s + cost_s, tokens + gain
+    return MAX_GUESSES
 
 
 def _length(chance: DraftChance, least: float) -> int:

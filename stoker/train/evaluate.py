@@ -40,6 +40,10 @@ class EveryDraft:
     def __init__(self, drafting: Drafting) -> None:
         self._drafting = drafting
 
+    @property
+    def num_guesses(self) -> int:
+        return self._drafting.num_guesses
+
     def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
         return self._drafting.plan(seqs, budget, StepCosts())  # without costs, every draft pays
 

@@ -186,7 +186,7 @@ def _training_identity(settings: TrainSettings, vocab: DraftVocab, batch_tokens:
 
 def _needed_bytes(config: Eagle3Config, prompts: list[list[int]], settings: TrainSettings) -> int:
     """Return the disk space of the answers, two checkpoints of weights and moments, and the head."""
-    layer, heads = config.layer, config.attention
+    layer, heads = config.layer, config.grouped_attention
     hidden, attention = layer.hidden_size, (3 * heads.num_heads + 4 * heads.num_kv_heads) * heads.head_dim
     weights = hidden * (len(config.taps) * config.target_hidden_size + attention + 3 * config.mlp.intermediate_size)
     weights += hidden * config.draft_vocab_size

@@ -51,7 +51,7 @@ class UnrolledAttention(nn.Module):
 
     def __init__(self, config: Eagle3Config, generator: torch.Generator) -> None:
         super().__init__()
-        layer, heads = config.layer, config.attention
+        layer, heads = config.layer, config.grouped_attention
         self._shape = heads.num_heads, heads.num_kv_heads, heads.head_dim
         ins, q_size, kv_size = 2 * layer.hidden_size, *(n * heads.head_dim for n in self._shape[:2])
         self.q_proj = _Projection(ins, q_size, generator)
@@ -128,7 +128,7 @@ class TrainableHead(nn.Module):
         super().__init__()
         layer = config.layer
         variants = (config.norm_before_residual, config.norm_before_fc, config.fc_norm, config.norm_output)
-        attention = config.attention
+        attention = config.grouped_attention
         assert not any((*variants, attention.qk_norm_eps, attention.bias, config.mlp.bias)), config
         self.config = config
         self.fc = _Projection(len(config.taps) * config.target_hidden_size, layer.hidden_size, generator)

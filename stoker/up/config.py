@@ -29,6 +29,7 @@ from stoker.base.settings import (
 )
 
 START = "start"
+LOCAL, RAY = "local", "ray"
 _TABLES = ("gateway", "workers", "store", "up")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}"
 _NAME_EXPECTED = "up to 41 letters, digits, '.', '_' and '-'"
@@ -38,6 +39,7 @@ _SET_BY_UP = {
     "secret_file": "all processes of the fleet share one secret; choose it with [gateway] secret_file",
     "insecure": "the processes of the fleet share a secret, so no port is open",
     "advertise": "the processes of the fleet reach each other on this machine",
+    "node_rank": 'with `nodes`, placement = "ray" under [up] starts the worker on all of them',
     "cache_dir": "use [up] cache_dir",
     "offline": "use [up] offline",
 }
@@ -111,6 +113,18 @@ class UpConfig:
         default_text="~/.cache/stoker",
     )
     offline: bool = setting(False, "Download nothing.", flag="--offline")
+    placement: str = setting(
+        LOCAL,
+        "Where the workers run. `local`: on this machine. `ray`: on the nodes of a Ray cluster, which need Stoker and the model "
+        "at the same paths, or access to the hub.",
+        choices=(LOCAL, RAY),
+    )
+    ray_address: str = setting(
+        "auto",
+        "Address of the Ray cluster. `auto`: the one that this machine belongs to.",
+        pattern=r"\S+",
+        expected="an address",
+    )
     first_pause_s: float = setting(
         0.1, "Pause before a process that exited is restarted. It doubles with each restart.", unit="s", gt=0
     )
@@ -210,6 +224,7 @@ def fleet_config(table: Mapping[str, Any], serve: Mapping[str, Declared]) -> Fle
         up=from_table(UpConfig, table.get("up", {}), "up"),
     )
     _check_roles(config)
+    _check_placement(config)
     return config
 
 
@@ -279,3 +294,29 @@ def _check_roles(config: FleetConfig) -> None:
                 f"{named}: there are {counts['prefill']} prefill workers, and no decode or unified workers that could "
                 "generate answers; add one"
             )
+
+
+def _check_placement(config: FleetConfig) -> None:
+    """Refuse what only works on this machine, if the workers run on others."""
+    if config.up.placement == LOCAL:
+        for workers in config.workers:
+            if workers.options.get("nodes", 1) > 1 and "head" not in workers.options:
+                raise ConfigError(
+                    f'workers.nodes={workers.options["nodes"]}: write placement = "ray" under [up], or give `head` and start '
+                    "the other nodes yourself"
+                )
+        return
+    for workers in config.workers:
+        for key in ("host", "port", "head"):
+            if key in workers.options:
+                raise ConfigError(f'workers.{key}: with up.placement="ray", each worker gets an address where it runs')
+        if workers.devices:
+            raise ConfigError('workers.devices: with up.placement="ray", Ray assigns the GPUs; remove it')
+    if config.store.host_gib:
+        raise ConfigError(
+            'store.host_gib: RAM tiers are not supported with up.placement="ray"; use disk_dir or mooncake'
+        )
+    if config.store.mooncake == START:
+        raise ConfigError(
+            'store.mooncake="start" starts a master that only this machine reaches; with up.placement="ray", give HOST:PORT'
+        )

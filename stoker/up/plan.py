@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 
 from stoker.base.address import join_address, local_host
 from stoker.base.errors import ConfigError
+from stoker.base.paths import expand_home
 from stoker.base.settings import Declared, merged
-from stoker.up.config import START, FleetConfig, FleetStore, WorkersConfig
+from stoker.up.config import RAY, START, FleetConfig, FleetStore, WorkersConfig
 from stoker.up.machine import GIB, Machine
 from stoker.up.ports import Ports
 from stoker.up.supervisor import PartRule
@@ -24,6 +25,16 @@ from stoker.up.supervisor import PartRule
 _LEAST_GPU_BYTES = 2 * GIB  # the least that an engine needs besides its weights
 _STORE_STOP_S = 10.0
 _AFTER_DRAIN_S = 15.0  # time to exit after a drain
+
+# Arguments of a command that are not known before it is known where the part runs. A placement fills them in.
+PYTHON, HOST, PORT, HEAD, NODE_RANK, SECRET_FILE = (
+    "<python>",
+    "<host>",
+    "<port>",
+    "<head>",
+    "<node-rank>",
+    "<secret-file>",
+)
 
 
 class PartKind(StrEnum):
@@ -46,11 +57,19 @@ class FleetPart:
     kind: PartKind
     role: str
     command: tuple[str, ...]
-    address: str  # a URL, or HOST:PORT
+    address: str  # a URL, or HOST:PORT; empty until it is known where the part runs
     ready_path: str | None  # the part is ready when this path answers 200; None: when it accepts a connection
     stop_s: float
     env: Mapping[str, str] = field(default_factory=dict)
     health_url: str | None = None  # asked while the part runs; None: it is not asked
+    nodes: int = 1  # machines that its ranks are divided over
+    ranks_per_node: int = 1
+    device: str | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)  # whose names in the command become their paths
+
+    def uses_gpus(self, are_there: bool) -> bool:
+        """Return True if each rank needs a GPU. `are_there`: there are some."""
+        return are_there if self.device is None else self.device.startswith("cuda")
 
     @property
     def rule(self) -> PartRule:
@@ -74,7 +93,7 @@ class Listening:
     host: str
     port: int
     tls: bool = False
-    drain_s: float = 3600.0
+    drain_s: float = 3600.0  # the notice to load balancers included
 
     @property
     def url(self) -> str:
@@ -117,6 +136,7 @@ class Planner:
     paths: FleetPaths
     ports: Ports
     master: Sequence[str] = ()  # the command of the Mooncake master, without its ports
+    reach: Callable[[str], str] = local_host  # where workers reach a server of this machine that listens on a host
 
     def plan(self, gateway: Listening) -> FleetPlan:
         """Return the plan. The gateway's port is already reserved, because the run folder is named after it."""
@@ -130,7 +150,7 @@ class Planner:
             mooncake = parts[-1].address
         tiers = _tier_options(store, name, mooncake)
         workers = self._workers(gateway, tiers)
-        known = [{"url": part.address, "role": part.role} for part in workers]
+        known = [{"url": part.address, "role": part.role} for part in workers if part.address]
         table = merged(
             self.config.gateway,
             {
@@ -138,7 +158,7 @@ class Planner:
                 "secret_file": str(self.paths.secret_file),
                 "admin_token_file": str(self.paths.admin_token_file),
                 # The workers also register themselves. Listed here, a restarted gateway knows them at once.
-                "worker": known,
+                **({"worker": known} if known else {}),
             },
         )
         parts.append(self._gateway(gateway))
@@ -187,6 +207,12 @@ class Planner:
 
     def _workers(self, gateway: Listening, tiers: Mapping[str, Any]) -> list[FleetPart]:
         names = _part_names(self.config.workers)
+        if self.config.up.placement == RAY:
+            return [
+                self._placed_worker(gateway, workers, tiers, names.pop(0))
+                for workers in self.config.workers
+                for _ in range(workers.count)
+            ]
         sharers = Counter(gpu for one in self.config.workers for gpu in _gpus(one))
         parts = []
         for workers in self.config.workers:
@@ -220,6 +246,39 @@ class Planner:
                 )
         return parts
 
+    def _placed_worker(
+        self, gateway: Listening, workers: WorkersConfig, tiers: Mapping[str, Any], name: str
+    ) -> FleetPart:
+        """Return a worker that runs on a machine that is not known yet. Its model is found there, not here."""
+        if gateway.tls:
+            raise ConfigError(
+                'gateway.listen.tls_cert: with up.placement="ray", workers register with the gateway, which needs a plain port; '
+                "terminate TLS in front of it"
+            )
+        url = f"http://{join_address(self.reach(gateway.host), gateway.port)}"
+        options = self._common(gateway, workers.model) | _own_folder(tiers, name) | dict(workers.options)
+        options |= {"role": workers.role, "offline": self.config.up.offline, "gateway": [url]}
+        for key in ("secret_file", "host", "port"):
+            options.pop(key, None)
+        where = ["--host", HOST, "--port", PORT, "--secret-file", SECRET_FILE]
+        nodes = options.get("nodes", 1)
+        if nodes > 1:
+            where += ["--head", HEAD, "--node-rank", NODE_RANK]
+        return FleetPart(
+            name=name,
+            kind=PartKind.WORKER,
+            role=workers.role,
+            command=(PYTHON, *_STOKER[1:], "serve", *_named(workers.model), *self._flags(options), *where),
+            address="",
+            ready_path="/ready",
+            stop_s=options["drain_s"] + _AFTER_DRAIN_S,
+            env=workers.env,
+            nodes=nodes,
+            ranks_per_node=options.get("tp", 1) * options.get("pp", 1) // nodes,
+            device=options.get("device"),
+            files={SECRET_FILE: self.paths.secret_file},
+        )
+
     def _common(self, gateway: Listening, model: str | None) -> dict[str, Any]:
         options: dict[str, Any] = {
             "served_name": [self.models[model].name],
@@ -252,6 +311,14 @@ class Planner:
         for key, value in options.items():
             flags += self.serve[key].arguments(value)
         return flags
+
+
+def _named(model: str | None) -> list[str]:
+    """Return the model as an argument. A folder of this machine must be at the same path on the others."""
+    if model is None:
+        return []
+    folder = expand_home(model)
+    return [str(folder.absolute()) if folder.exists() else model]
 
 
 _STOKER = (sys.executable, "-m", "stoker.cli.main")

@@ -20,7 +20,7 @@ from stoker.up.supervisor import StopMode
 
 _LAST_LINES_S = 1.0  # maximum wait for the last lines; a process that it started may keep its stderr open
 
-_SIGNALS = {
+SIGNALS = {
     StopMode.DRAIN: (signal.SIGTERM,),
     StopMode.NOW: (signal.SIGTERM, signal.SIGINT),
     StopMode.KILL: (signal.SIGKILL,),
@@ -63,6 +63,6 @@ class PartProcess:
     def stop(self, how: StopMode) -> None:
         """Send the signals for this mode."""
         # The second signal makes a server stop at once. The two differ, because two equal signals may be delivered as one.
-        for number in _SIGNALS[how]:
+        for number in SIGNALS[how]:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,9 @@ from stoker.base.errors import StokerError
 from stoker.proto.admin_api import ADMIN_FLEET_PATH, decode_worker_list
 from stoker.proto.fleet_state import FleetState, PartInfo
 from stoker.up.config import UpConfig
+from stoker.up.placement.contract import PlacedPart, Placement
 from stoker.up.plan import FleetPart, FleetPlan, PartKind
 from stoker.up.probing import ProbePolicy
-from stoker.up.process import PartProcess
 from stoker.up.rotating_file import RotatingFile
 from stoker.up.state import RunDir
 from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, describe_exit
@@ -54,13 +54,13 @@ class SupervisedFleet:
     admin_token: str
     admin_token_file: Path
     secret_file: Path
-    environment: Mapping[str, str]
+    placement: Placement
     terminal: Terminal
     on_stopped: Callable[[], None]  # called when all parts have exited
     supervisor: Supervisor = field(init=False)
     _parts: dict[str, FleetPart] = field(init=False)
     _logs: dict[str, RotatingFile] = field(init=False)
-    _processes: dict[str, PartProcess] = field(init=False, default_factory=dict)
+    _processes: dict[str, PlacedPart] = field(init=False, default_factory=dict)
     _tasks: asyncio.TaskGroup = field(init=False)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _last_lines: dict[str, list[str]] = field(init=False, default_factory=dict)
@@ -122,8 +122,7 @@ class SupervisedFleet:
         restarts = self.supervisor.parts[part.name].restarts
         self.terminal.say(f"{part.name}: {'restarting' if restarts else 'starting'}")
         try:
-            environment = {**self.environment, **part.env}
-            process = await PartProcess.start(part.command, environment, self._logs[part.name])
+            process = await self.placement.start(part, self._logs[part.name])
         except OSError as error:
             self._last_lines[part.name] = [f"{error.filename or part.command[0]}: {error.strerror}"]
             self._exited(part.name, _CANNOT_RUN)
@@ -133,7 +132,7 @@ class SupervisedFleet:
         self._processes[part.name] = process
         self._tasks.create_task(self._live(part, process))
 
-    async def _live(self, part: FleetPart, process: PartProcess) -> None:
+    async def _live(self, part: FleetPart, process: PlacedPart) -> None:
         """Probe the process until it is ready, and from then on until it exits."""
         probe = asyncio.create_task(self._probe(part, process))
         try:
@@ -153,10 +152,10 @@ class SupervisedFleet:
             self.terminal.say(f"{name}: exited {describe_exit(code)}; restarting it in {max(0.0, pause_s):.1f} s")
         self._changed.set()
 
-    async def _probe(self, part: FleetPart, process: PartProcess) -> None:
+    async def _probe(self, part: FleetPart, process: PlacedPart) -> None:
         await self._until_ready(part, process)
-        if part.health_url is not None:
-            await self._keep_probing(part.name, part.health_url)
+        if process.part.health_url is not None:
+            await self._keep_probing(part.name, process.part.health_url)
 
     async def _keep_probing(self, name: str, url: str) -> None:
         supervisor, policy = self.supervisor, self.supervisor.probes.policy
@@ -171,16 +170,16 @@ class SupervisedFleet:
                 if was_silent or not answered:
                     self._changed.set()
 
-    async def _until_ready(self, part: FleetPart, process: PartProcess) -> None:
+    async def _until_ready(self, part: FleetPart, process: PlacedPart) -> None:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            while not await _is_ready(session, part):
+            while not await _is_ready(session, process.part):
                 if part.kind is PartKind.WORKER:
                     for line in process.log.new_lines():
                         self.terminal.say(f"{part.name}: {line}")
                 await asyncio.sleep(_PROBE_S)
         self.supervisor.ready(part.name, time.monotonic())
-        self.terminal.say(f"{part.name}: ready at {part.address}")
+        self.terminal.say(f"{part.name}: ready at {process.part.address}")
         self._changed.set()
         if self.supervisor.all_ready and not self._welcomed and not self.supervisor.stopping:
             self._welcomed = True
@@ -190,18 +189,22 @@ class SupervisedFleet:
         await self._until_seen()
         if self.supervisor.stopping:
             return
-        pids = {name: str(process.pid) for name, process in self._processes.items()}
+        places = {name: process.where for name, process in self._processes.items()}
         rows = [
-            (part.name, part.role, part.address, pids.get(part.name, "-"), self._log_path(part.name).name)
-            for part in self.plan.parts
+            (part.name, part.role, part.address, places.get(part.name, "-"), self._log_path(part.name).name)
+            for part in self._placed_parts()
         ]
         self.terminal.welcome(self.plan, rows, str(self.log_dir))
+
+    def _placed_parts(self) -> list[FleetPart]:
+        """Return all parts, with the addresses of those that run."""
+        return [self._processes[name].part if name in self._processes else part for name, part in self._parts.items()]
 
     async def _until_seen(self) -> None:
         """Wait until the gateway knows that all workers are ready."""
         until = time.monotonic() + _SEEN_S
         headers = {"Authorization": f"Bearer {self.admin_token}"}
-        expected = {urlsplit(part.address).netloc for part in self.plan.parts if part.kind is PartKind.WORKER}
+        expected = {urlsplit(part.address).netloc for part in self._placed_parts() if part.kind is PartKind.WORKER}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S), headers=headers) as session:
             while time.monotonic() < until and not self.supervisor.stopping:
                 with suppress(aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError):
@@ -236,7 +239,8 @@ class SupervisedFleet:
 
     def _write_state(self) -> None:
         parts = []
-        for name, part in self._parts.items():
+        for part in self._placed_parts():
+            name = part.name
             known, process = self.supervisor.parts[name], self._processes.get(name)
             parts.append(
                 PartInfo(
@@ -272,6 +276,8 @@ class SupervisedFleet:
 
 
 async def _is_ready(session: aiohttp.ClientSession, part: FleetPart) -> bool:
+    if not part.address:  # it is not known yet where it runs
+        return False
     try:
         if part.ready_path is None:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(part.address)), _ANSWER_S)

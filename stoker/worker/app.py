@@ -16,9 +16,11 @@ from stoker.proto.anthropic.errors import REQUEST_ID_HEADER, message_error_body
 from stoker.proto.cors import CorsRules
 from stoker.proto.internal_http import (
     COUNT_TOKENS_PATH,
+    DUTY_PATH,
     INPUT_TOKENS_PATH,
     MESSAGES_PATH,
     MODEL_PATH,
+    MOVE_PATH,
     PREFETCH_PATH,
     READY_PATH,
     RELEASE_PATH,
@@ -42,6 +44,7 @@ from stoker.worker.input_tokens import count_response_input
 from stoker.worker.messages import MESSAGES, count_message_tokens
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.model_switch import switch_model
+from stoker.worker.moves import MovableRequests, change_duty, move
 from stoker.worker.prefetch import prefetch
 from stoker.worker.record import RECORD, RequestRecord
 from stoker.worker.release import release
@@ -90,6 +93,7 @@ def make_app(
         ),
         log=log,
         unknown_fields=unknown_fields,
+        movable=MovableRequests(),
         text_threads=ThreadPoolExecutor(config.text_threads, thread_name_prefix="text"),
     )
     app = web.Application(middlewares=[_answer, guarded], client_max_size=config.max_body_bytes)
@@ -121,6 +125,8 @@ def make_app(
     app.router.add_get(TOKENIZER_PATH, show_tokenizer)
     app.router.add_post(PREFETCH_PATH, prefetch)
     app.router.add_post(RELEASE_PATH, release)
+    app.router.add_post(MOVE_PATH, move)
+    app.router.add_post(DUTY_PATH, change_duty)
     app.router.add_post(MODEL_PATH, switch_model)
     return app
 

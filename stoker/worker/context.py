@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,6 +15,7 @@ from aiohttp import web
 
 import stoker
 from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.ids import RequestId
 from stoker.base.log import EventLog
 from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
 from stoker.proto.openai.unknown_fields import UnknownFields
@@ -23,7 +25,7 @@ from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
 from stoker.worker.config import HttpConfig
 from stoker.worker.errors import BodyTooSlow
-from stoker.worker.generate import ChunkSource
+from stoker.worker.generate import Choice, ChunkSource
 from stoker.worker.identity import Identity
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.open_work import OpenWork
@@ -53,6 +55,17 @@ class Service(ChunkSource, Protocol):
     async def stop(self) -> None: ...
 
     def prefetch(self, hint: Prefetch) -> None: ...
+
+    def hand_off(self, request_id: RequestId, lease_id: str) -> None:
+        """End a request with a hand-off, and keep its KV under this lease. Does nothing if it has ended."""
+
+
+class Movable(Protocol):
+    """The requests that can move to other workers (`moves.py`)."""
+
+    def open(self, name: str | None, choices: Sequence[Choice]) -> AbstractContextManager[None]: ...
+
+    def move(self, names: Sequence[str], service: Service) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,8 @@ class WorkerContext:
     log: EventLog
     unknown_fields: UnknownFields
     text_threads: ThreadPoolExecutor
+    movable: Movable
+    report_now: Callable[[], None] = lambda: None  # publishes a load report at once
     open_work: OpenWork = field(default_factory=OpenWork)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from stoker.proto.messages import DraftReport
+from stoker.proto.messages import EngineStats
 from stoker.sched.request import GrammarSpec, TokenUsage
 
 OutputKind = Literal["tool_call", "json", "grammar", "prose"]
@@ -44,8 +44,14 @@ class OutputDrafts:
             self._accepted.labels(kind).inc(usage.accepted_draft_tokens)
 
 
-def engine_draft_metrics(reports: Sequence[DraftReport]) -> Iterator[Metric]:
+def engine_draft_metrics(stats: EngineStats) -> Iterator[Metric]:
     """Yield the engine's metrics of drafts. Positions are 1 to 15, and sources are the names of drafters."""
+    reports = stats.drafts
+    text = "Estimated speed-up of decode-only steps by drafts, since the engine started"
+    speedup = GaugeMetricFamily("stoker_draft_speedup", text, labels=[])
+    if stats.draft_step_s:
+        speedup.add_metric([], stats.undrafted_s / stats.draft_step_s)
+    yield speedup
     steps = CounterMetricFamily("stoker_draft_spans", "Rows of steps that verified drafts", labels=["source"])
     drafted = CounterMetricFamily("stoker_draft_tokens", "Verified drafts", labels=["source"])
     accepted = CounterMetricFamily("stoker_accepted_draft_tokens", "Accepted drafts", labels=["source"])

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
 from stoker.base.errors import Overloaded
 from stoker.proto.handoff import KvTransferParams
@@ -24,7 +24,8 @@ from stoker.proto.work import WORK_HEADER
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, PieceSink, generate
 from stoker.worker.guard import check_fields
-from stoker.worker.handoff import transfer_params
+from stoker.worker.handoff import moved_params, transfer_params
+from stoker.worker.moves import PieceKeeper, move_name
 from stoker.worker.note_writer import open_notes, wants_notes
 from stoker.worker.record import RECORD
 from stoker.worker.resume import created_of
@@ -86,7 +87,8 @@ class GeneratingEndpoint(Generic[Fields]):
         check_fields(request, body)
         request[RECORD].ignored_fields = not_honoured(body)
         has_notes, text = wants_notes(request, body), context.text
-        answer = await self._answer(context, body, request[RECORD].request_id, has_notes)
+        name = move_name(request, has_notes or not body.stream)
+        answer = await self._answer(context, body, request[RECORD].request_id, has_notes or name is not None)
         if context.text is not text:  # its tokens are those of the old model
             raise Overloaded(
                 "This worker was given another model while it prepared this request; retry it.", code="model_switching"
@@ -95,11 +97,8 @@ class GeneratingEndpoint(Generic[Fields]):
         output = sum(choice.request.max_new_tokens for choice in answer.choices)
         work = request[RECORD].work = context.open_work.accept(request.headers.get(WORK_HEADER), prompts, output)
         try:
-            if body.stream:
-                return await _stream(request, answer, has_notes)
-            collector = answer.collector()
-            await generate(context.service, answer.choices, request[RECORD], collector)
-            return web.Response(body=msgspec.json.encode(collector.result()), content_type="application/json")
+            with context.movable.open(name, answer.choices):
+                return await (_stream(request, answer, has_notes) if body.stream else _whole(request, answer))
         finally:
             work.end()
 
@@ -119,13 +118,22 @@ class GeneratingEndpoint(Generic[Fields]):
         return self.prepare(setup, body)
 
 
+async def _whole(request: web.Request, answer: EndpointAnswer) -> web.Response:
+    collector = answer.collector()
+    kept = PieceKeeper(collector)
+    await generate(answer.setup.context.service, answer.choices, request[RECORD], kept)
+    if any(choice.handed_off for choice in answer.choices):
+        return kept.moved_answer(answer.choices, answer.setup.created)
+    return web.Response(body=msgspec.json.encode(collector.result()), content_type="application/json")
+
+
 async def _stream(request: web.Request, answer: EndpointAnswer, has_notes: bool) -> web.StreamResponse:
     context = answer.setup.context
     notes = open_notes(has_notes, answer.choices, answer.setup.created)
     stream = open_stream(request, context.config.client_stall_s, notes, answer.error_event)
     await generate(context.service, answer.choices, request[RECORD], answer.events(stream))
+    if any(choice.handed_off for choice in answer.choices):
+        return await stream.hand_off(moved_params(answer.choices))
     transfer = transfer_params(answer.choices)
-    if transfer is not UNSET and answer.setup.continues_elsewhere:
-        return await stream.hand_off(transfer)
     closing = answer.closing_events(transfer)
     return await (stream.end() if closing is None else stream.done(closing))

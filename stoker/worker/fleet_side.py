@@ -9,6 +9,7 @@ from aiohttp import web
 
 from stoker.base.address import join_address
 from stoker.base.errors import NotFound
+from stoker.base.fleet_key import FleetKey
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerRegistration, WorkerReport
 from stoker.text.folder import text_files
 from stoker.worker.context import CONTEXT, WorkerContext
@@ -36,11 +37,14 @@ def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
         kv_address=info.kv_address,
         stores=info.stores,
         volatile_lines=list(context.config.volatile_lines),
+        secret_id=None if identity.secret is None else FleetKey(identity.secret).key_id,
     )
 
 
 def registration(context: WorkerContext, url: str, host: str) -> WorkerRegistration:
-    return WorkerRegistration(url=url, **msgspec.structs.asdict(worker_info(context, host)))
+    return WorkerRegistration(
+        url=url, moving=context.state.moving, **msgspec.structs.asdict(worker_info(context, host))
+    )
 
 
 def worker_report(context: WorkerContext, number: int) -> WorkerReport:
@@ -50,8 +54,10 @@ def worker_report(context: WorkerContext, number: int) -> WorkerReport:
         worker_id=context.identity.worker_id,
         number=number,
         role=context.identity.role,
+        role_assigned=context.identity.role_assigned,
         ready=service.ready,
         draining=context.state.draining,
+        moving=context.state.moving,
         waiting_sequences=stats.waiting_sequences if stats else 0,
         waiting_tokens=stats.waiting_tokens if stats else 0,
         running_sequences=stats.running_sequences if stats else 0,

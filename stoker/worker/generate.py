@@ -87,6 +87,7 @@ class Choice:
     continues_elsewhere: bool = False  # after a hand-off, another worker continues; else a hand-off ends the choice
     ran: bool = False  # the engine has reported how much of the prompt was cached
     ticket: KvTicket | None = None  # for its KV, if the engine kept it
+    handed_off: bool = False  # another worker continues it
     usage: TokenUsage = field(init=False)
     reasoning_tokens: int = 0
     has_called: bool = False  # has called a tool, in the replay or since
@@ -158,12 +159,12 @@ class Choice:
         else:
             if chunk.finish is not None:
                 piece.handed_off = self.continues_elsewhere and chunk.finish.reason == "handoff"
-                assert chunk.ticket is not None or not piece.handed_off, "a hand-off without a ticket"
                 if not piece.handed_off:
                     piece.finish = "stop" if chunk.finish.reason == "stop" else "length"
         self.usage.completion_tokens += len(piece.token_ids)
         if piece.handed_off or not self.continues_elsewhere:
             self.ticket = chunk.ticket
+        self.handed_off = piece.handed_off
         if piece.finish is not None:
             self._flush(piece)
         return piece
@@ -256,6 +257,9 @@ async def _run(source: ChunkSource, choice: Choice, record: RequestRecord, sink:
         piece = choice.push(chunk)
         if chunk.ticket is not None and choice.ticket is None:
             source.release(chunk.ticket.lease_id)  # a stop string in the first token ended the answer here
+        if piece.handed_off and not piece.token_ids:  # it adds nothing, so the client must see no event
+            ended = True
+            return False
         record.saw_chunk(piece.index)
         ended = piece.finish is not None or piece.handed_off
         return sink.take(piece) and not ended

@@ -98,6 +98,12 @@ def _pull(given: dict[str, Any], num_choices: int, log: EventLog) -> Handoff:
     return Handoff(tickets=[None if transfer is None else transfer.ticket() for transfer in transfers])
 
 
+def moved_params(choices: Sequence[HasTicket]) -> KvTransferParams:
+    """Return the `kv_transfer_params` of an answer that moves to another worker. It may have no KV."""
+    params = transfer_params(choices)
+    return KvTransfers(choices=[None] * len(choices)) if isinstance(params, UnsetType) else params
+
+
 def transfer_params(choices: Sequence[HasTicket]) -> KvTransferParams | UnsetType:
     """Return the `kv_transfer_params` for the decode worker, or UNSET if no KV was kept."""
     if all(choice.ticket is None for choice in choices):

@@ -23,6 +23,7 @@ class Identity:
 
     worker_id: WorkerId = field(default_factory=new_worker_id)
     role: WorkerRole = "unified"
+    role_assigned: bool = False  # it got this role while it ran
     secret: str | None = None
     api_key: str | None = None
     events_port: int | None = None

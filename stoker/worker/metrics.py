@@ -44,6 +44,20 @@ _COUNTERS = (
     ("loaded_tokens", "stoker_kv_loaded_tokens", "Tokens whose KV came from a tier"),
     ("pulled_tokens", "stoker_kv_pulled_tokens", "Tokens whose KV came from another worker"),
     ("failed_loads", "stoker_kv_failed_loads", "Loads that returned fewer tokens than requested"),
+    ("draft_step_s", "stoker_draft_step_seconds", "Time spent in decode-only steps with drafts"),
+    ("undrafted_s", "stoker_draft_undrafted_seconds", "Estimated time without drafts for the tokens of these steps"),
+)
+
+
+# Field of PoolReport, name of the metric, help.
+_LOCAL_POOLS = (
+    (
+        "free_blocks",
+        "stoker_kv_local_blocks_free",
+        "KV blocks of layers with a window or chunks that no sequence holds",
+    ),
+    ("cached_blocks", "stoker_kv_local_blocks_cached", "KV blocks of such layers that a prefix can still hit"),
+    ("num_blocks", "stoker_kv_local_blocks", "KV blocks of such layers in total"),
 )
 
 
@@ -69,9 +83,14 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
         for field, name, text in _COUNTERS:
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
+        for field, name, text in _LOCAL_POOLS:
+            family = GaugeMetricFamily(name, text, labels=["reach"])
+            for pool in stats.local_pools:
+                family.add_metric([pool.name], getattr(pool, field))
+            yield family
         for metric in TIER_METRICS:
             yield _by_tier(metric, stats.tiers)
-        yield from engine_draft_metrics(stats.drafts)
+        yield from engine_draft_metrics(stats)
 
 
 def _by_tier(metric: TierMetric, tiers: list[TierReport]) -> Metric:

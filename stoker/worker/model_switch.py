@@ -23,6 +23,7 @@ from stoker.proto.model_switch import ModelRequest, ModelSwitched
 from stoker.proto.openai.decode import decode
 from stoker.worker.context import CONTEXT, ModelText, WorkerContext, read_body
 from stoker.worker.identity import new_worker_id
+from stoker.worker.moves import wait_pulled
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,18 @@ class ModelSwitch:
         registration: Registration,
         load: Callable[[str, tuple[str, ...]], Awaitable[LoadedModel]],
         drain_s: float,
+        moves: bool = True,
     ) -> None:
-        """`load` reads a model's text files. `drain_s` is the limit of the drain for requests that give none."""
+        """`load` reads a model's text files. `drain_s` is the limit of the drain for requests that give none.
+
+        `moves`: gateways shall continue running requests on other workers.
+        """
         self._context = context
         self._engine = engine
         self._registration = registration
         self._load = load
         self._drain_s = drain_s
+        self._moves = moves
         self._task: asyncio.Task[ModelSwitched] | None = None
         self._is_replacing = False  # the old engine has ended: the switch must go on
         self._is_stopping = False
@@ -107,19 +113,20 @@ class ModelSwitch:
     async def _drain_and_replace(self, model: LoadedModel, drain_s: float) -> ModelSwitched:
         context, state = self._context, self._context.state
         context.log.event("model_switching", model=model.names[0], running=state.num_running, drain_s=drain_s)
-        state.begin_drain()
+        state.begin_drain("model", moves=self._moves)
         try:
             await self._registration.leave()
             with suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await state.wait_idle()
+                    await wait_pulled(context.service, drain_s)
             self._is_replacing = True
             return await self._replace(model)
         finally:
             self._is_replacing = False
             context.identity = replace(context.identity, worker_id=new_worker_id())
             if not self._is_stopping:
-                state.end_drain()
+                state.end_drain("model")
                 self._registration.start()
 
     async def _replace(self, model: LoadedModel) -> ModelSwitched:

@@ -83,7 +83,9 @@ class StreamNotes:
         return END_NOTE
 
     def of_handoff(self, transfer: KvTransferParams) -> bytes:
-        return handoff_note(transfer)
+        # In mid-prompt no token has reported the usage. A prompt that did not run is counted by the next worker.
+        usage = self._usage() if all(choice.ran for choice in self._choices if choice.counts_prompt) else b""
+        return usage + handoff_note(transfer)
 
     def of_error(self, error: HttpError) -> bytes:
         return error_note(error.status, error.error.code or error.error.type)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from stoker.proto.work import WorkChange, read_work_header
 
 
@@ -19,8 +21,8 @@ class OpenWork:
     def accept(self, header: str | None, context_tokens: int, output_tokens: int) -> AcceptedWork:
         """Note a request that begins now. `header` is its gateway's `WORK_HEADER`. The caller must `end` it."""
         known = read_work_header(header)
-        gateway, prefill, output = ("", context_tokens, output_tokens) if known is None else known
-        change = WorkChange(self._next, "accept", gateway, prefill, context_tokens, output)
+        gateway, prefill, output, is_flex = ("", context_tokens, output_tokens, False) if known is None else known
+        change = WorkChange(self._next, "accept", gateway, prefill, context_tokens, output, is_flex)
         self._next += 1
         self._open[change.number] = change
         self.publish(change)
@@ -50,12 +52,7 @@ class AcceptedWork:
     def first_token(self) -> None:
         if not self._has_token:
             self._has_token = True
-            self._book._advance(_at("first", self._change))
+            self._book._advance(replace(self._change, stage="first"))
 
     def end(self) -> None:
-        self._book._advance(_at("end", self._change))
-
-
-def _at(stage: str, change: WorkChange) -> WorkChange:
-    tokens = (change.prefill_tokens, change.context_tokens, change.output_tokens)
-    return WorkChange(change.number, "first" if stage == "first" else "end", change.gateway, *tokens)
+        self._book._advance(replace(self._change, stage="end"))

@@ -24,6 +24,7 @@ from stoker.proto.messages import (
     EngineArguments,
     EngineInfo,
     EngineStats,
+    HandOff,
     KvEvents,
     LoadProgress,
     Prefetch,
@@ -183,7 +184,7 @@ class EngineService:
         await self._stop_keeping()
         self._fail_streams("The worker is stopping.")
         await self._spare.close()
-        await self._end_process()
+        await self._end_process(is_final=True)
 
     async def switch(self, arguments: EngineArguments) -> None:
         """Replace the engine by one with other arguments. Running requests end with EngineDied, so drain first.
@@ -244,6 +245,12 @@ class EngineService:
         if self.ready and self._pipe is not None:
             with suppress(EngineDied):
                 self._pipe.send(Release(lease_id=lease_id))
+
+    def hand_off(self, request_id: RequestId, lease_id: str) -> None:
+        """End a request with a hand-off, and keep its KV under this lease. Does nothing if it has ended."""
+        if request_id in self._streams and self._pipe is not None:
+            with suppress(EngineDied):
+                self._pipe.send(HandOff(request_id=request_id, lease_id=lease_id))
 
     async def _keep(self) -> None:
         """Pass on the messages of the engine, and restart it when it ends."""
@@ -389,7 +396,7 @@ class EngineService:
         for stream in self._streams.values():
             stream.fail(EngineDied(message))
 
-    async def _end_process(self) -> int | None:
+    async def _end_process(self, *, is_final: bool = False) -> int | None:
         """End the process: ask it to shut down, and kill it after a timeout. Return its exit code."""
         process, self._process = self._process, None
         pipe, self._pipe = self._pipe, None
@@ -397,7 +404,7 @@ class EngineService:
             return None
         if pipe is not None:
             with suppress(EngineDied):
-                pipe.send(Shutdown())
+                pipe.send(Shutdown(is_final=is_final))
             pipe.close()
         try:
             return await asyncio.to_thread(process.wait, _STOP_S)

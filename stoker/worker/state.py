@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from stoker.base.errors import Overloaded
+
+DrainReason = Literal["stop", "model", "operator"]
 
 
 class ServerState:
@@ -16,16 +19,25 @@ class ServerState:
         self._drain_retry_after_s = drain_retry_after_s
         self._idle = asyncio.Event()
         self._idle.set()
+        self._drains: dict[DrainReason, bool] = {}  # why it drains, and whether gateways shall move its requests
         self.num_running = 0
-        self.draining = False
 
-    def begin_drain(self) -> None:
-        """Refuse new requests with 503. Running requests continue."""
-        self.draining = True
+    @property
+    def draining(self) -> bool:
+        return bool(self._drains)
 
-    def end_drain(self) -> None:
-        """Accept requests again."""
-        self.draining = False
+    @property
+    def moving(self) -> bool:
+        """Return True if gateways shall continue the running requests on other workers."""
+        return any(self._drains.values())
+
+    def begin_drain(self, reason: DrainReason = "stop", *, moves: bool = False) -> None:
+        """Refuse new requests with 503. Running requests continue here, unless their gateways move them."""
+        self._drains[reason] = moves
+
+    def end_drain(self, reason: DrainReason) -> None:
+        """Accept requests again, if there is no other reason to drain."""
+        self._drains.pop(reason, None)
 
     async def wait_idle(self) -> None:
         """Wait until no request runs. The caller sets the timeout."""

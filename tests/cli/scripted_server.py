@@ -125,10 +125,10 @@ def running(server: ScriptedServer, port: int = 0) -> Iterator[ScriptedServer]:
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
 
     def serve() -> None:
         loop.run_until_complete(start())
+        loop.call_soon(ready.set)  # in run_forever, so that no stop gets lost between the two runs
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
         loop.close()

@@ -101,3 +101,21 @@ def test_running_gateways_follow_the_keys_of_the_store(
         keys(capsys, "revoke", "bob", *store)
         becomes(bob, "401")
         assert status("") == "401"  # without any valid key left, it does not become open again
+
+
+@pytest.mark.parametrize("words", [["list"], ["revoke", "alice"]])
+def test_a_store_that_does_not_exist_is_not_created(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    status, shown, error = keys(capsys, *words, "--store", str(tmp_path / "typo.db"))
+    assert (status, shown) == (2, "")
+    assert f"store={tmp_path / 'typo.db'}: there is no such file" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_without_prices_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, store = tmp_path / "gateway.toml", ["--store", str(tmp_path / "store.db")]
+    assert "none: a model without a [[price]]" in keys(capsys, "create", "a", "--budget", "5", *store)[2]
+    assert "[[price]]" not in keys(capsys, "create", "b", *store)[2]
+    config.write_text('[[price]]\nmodel = "*"\ninput = 1\noutput = 2\n')
+    assert "[[price]]" not in keys(capsys, "create", "c", "--session-budget", "5", "--config", str(config), *store)[2]

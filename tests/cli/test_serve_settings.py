@@ -44,7 +44,7 @@ def test_every_flag_becomes_its_setting() -> None:
         *("--cpu-weights", "float32", "--drafter", "ngram", "--numerics", "fast"),
         *("--spare-engine", "off", "--kernel-archive", "/z.zip", "--kv-dtype", "bfloat16"),
         *("--block-tokens", "3", "--kv-blocks", "4", "--kv-memory-gib", "5", "--gpu-memory-gib", "6"),
-        *("--kv-local-share", "0.25"),
+        *("--kv-mean-tokens", "9000"),
         *("--step-tokens", "7", "--max-rows", "8", "--target-itl-ms", "9"),
         *("--kv-host-gib", "2", "--kv-store", "s", "--kv-disk", "/d", "--kv-disk-gib", "3", "--kv-disk-key-file", "/k"),
         *("--kv-mooncake", "m:50051", "--kv-mooncake-segment-gib", "4", "--kv-mooncake-protocol", "rdma"),
@@ -82,7 +82,7 @@ def test_every_flag_becomes_its_setting() -> None:
         0,
         "off",
         "/z.zip",
-        KvSettings(3, 4, 5, 0.25, 6, "bfloat16"),
+        KvSettings(3, 4, 5, 9000, 6, "bfloat16"),
         SchedSettings(7, 8, 9),
         store,
         handoff,
@@ -118,15 +118,15 @@ def test_a_leading_tilde_is_replaced_by_the_home_folder(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "serves"),
     [
-        ((), False),
-        (("--role", "decode"), False),
+        ((), True),
+        (("--role", "decode"), True),
         (("--role", "prefill"), True),
-        (("--kv-port", "0"), True),
-        (("--role", "decode", "--kv-port", "0"), True),
+        (("--tp", "2"), False),
+        (("--tp", "2", "--kv-port", "0"), True),  # the engine refuses it
     ],
     ids=str,
 )
-def test_prefill_workers_and_workers_with_a_kv_port_serve_kv(words: tuple[str, ...], serves: bool) -> None:
+def test_workers_of_one_rank_serve_kv(words: tuple[str, ...], serves: bool) -> None:
     assert parse(*words).engine.handoff.serves is serves
 
 

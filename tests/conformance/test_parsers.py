@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from parsing import CALLS, SEARCH, TOOLS, joined, parse_calls, parse_reasoning, random_chunks
 
 from stoker.base.registry import Registry
+from stoker.sched.request import TextGrammar
 from stoker.text.parsers import grammar
 from stoker.text.parsers.contract import (
     REASONING_PARSERS,
@@ -83,6 +84,20 @@ def _same_calls(tool: str, whole: list[tuple[str, ...]], expected: list[tuple[st
 
 def _fragments(text: str) -> list[str]:
     return sorted(set(_FRAGMENT.findall(text)))
+
+
+def test_the_grammar_of_a_custom_tool_is_enforced_where_its_input_is_written(tool: str) -> None:
+    parser, given = TOOL_PARSERS.get(tool), TextGrammar("regex", "[xy]+")
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    custom = {"type": "function", "function": {"name": "edit", "parameters": text}, "input_grammar": given}
+    written = parser.render([("edit", '{"input": "xy"}')])
+    for content in (parser.calls([custom], parallel=False), parser.text_and_calls([custom], parallel=True)):
+        inputs = grammar.structural_tag(content).inputs
+        assert inputs, "`call_tags` must call `functions` or `custom_input` of stoker/text/parsers/grammar.py"
+        for one in inputs:
+            assert one.grammar == given
+            assert one.begin in written
+            assert f"{one.opening}xy{one.end}" in written[written.index(one.begin) + len(one.begin) :]
 
 
 def test_calls_come_out_as_rendered(tool: str) -> None:

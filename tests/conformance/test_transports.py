@@ -197,25 +197,36 @@ def test_threads_may_pull_at_the_same_time(remote: RemoteServer, puller: Puller)
 
 
 @pytest.mark.parametrize(
-    ("layout", "src_tp", "dst_tp"),
-    [(LAYOUT, 1, 2), (LAYOUT, 2, 1), (LAYOUT, 2, 4), (LAYOUT, 4, 2), (TWO_GROUPS, 2, 2), (TWO_GROUPS, 2, 4)],
+    ("layout", "src", "dst"),
+    [
+        (LAYOUT, (1, 1), (2, 1)),
+        (LAYOUT, (2, 1), (1, 1)),
+        (LAYOUT, (2, 1), (4, 1)),
+        (LAYOUT, (4, 1), (2, 1)),
+        (LAYOUT, (1, 2), (2, 1)),
+        (LAYOUT, (2, 1), (1, 3)),
+        (LAYOUT, (1, 3), (1, 2)),
+        (TWO_GROUPS, (2, 1), (2, 1)),
+        (TWO_GROUPS, (2, 1), (4, 1)),
+    ],
+    ids=lambda value: "" if isinstance(value, KvLayout) else f"tp{value[0]}pp{value[1]}",
 )
-def test_ranks_of_another_size_take_their_heads(
-    settings: HandoffSettings, layout: KvLayout, src_tp: int, dst_tp: int
+def test_ranks_of_another_split_take_their_heads_and_layers(
+    settings: HandoffSettings, layout: KvLayout, src: tuple[int, int], dst: tuple[int, int]
 ) -> None:
     setups = [
-        ServerSetup(rank(layout, number, src_tp), NUM_BLOCKS, settings, engine_id="one") for number in range(src_tp)
+        ServerSetup(rank(layout, number, *src), NUM_BLOCKS, settings, engine_id="one")
+        for number in range(src[0] * src[1])
     ]
     servers = [RemoteServer(setup) for setup in setups]
     with closing(*servers):
         for server in servers:
             server.lease("L", keys(5), block_ids(3, 1, 4, 15, 9), 5, True)
-        addresses = ",".join(server.ticket.address for server in reversed(servers))
-        for number in range(dst_tp):
-            ours = rank(layout, number, dst_tp)
+        servers[0]("world", "join", [server.ticket.address for server in reversed(servers[1:])])
+        for number in range(dst[0] * dst[1]):
+            ours = rank(layout, number, *dst)
             with closing(puller := Puller(ours, NUM_BLOCKS, settings)):
-                ticket = replace(servers[0].ticket, address=addresses)
-                assert puller.pull(ticket, keys(5), block_ids(*range(5))) == [True] * 5
+                assert puller.pull(servers[0].ticket, keys(5), block_ids(*range(5))) == [True] * 5
                 assert raw(puller.kv.blocks[:5]) == raw(contents(ours, NUM_BLOCKS)[[3, 1, 4, 15, 9]])
                 assert puller.client.stats().num_bytes == 5 * ours.used_bytes
 
@@ -225,8 +236,8 @@ def test_the_latent_of_mla_is_pulled_whole_from_any_rank(settings: HandoffSettin
     with closing(*servers, puller := Puller(MLA, NUM_BLOCKS, settings)):
         for server in servers:
             server.lease("L", keys(3), block_ids(3, 1, 4), 3, True)
-        ticket = replace(servers[0].ticket, address=",".join(server.ticket.address for server in servers))
-        assert puller.pull(ticket, keys(3), block_ids(0, 1, 2)) == [True] * 3
+        servers[0]("world", "join", [servers[1].ticket.address])
+        assert puller.pull(servers[0].ticket, keys(3), block_ids(0, 1, 2)) == [True] * 3
         assert raw(puller.kv.blocks[:3]) == raw(contents(MLA, NUM_BLOCKS)[[3, 1, 4]])
         assert puller.client.stats().num_bytes == 3 * MLA.block_bytes, "once"
 

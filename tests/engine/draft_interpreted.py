@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_interpreted import AllCaptured, DenseLengths, NothingCaptured, ReplayedStep, apply_and_upload, dense_attention
-from models.eagle3_files import FORMATS, make_tensors, write_head
+from models.eagle3_files import FORMATS, Format, make_tensors, write_head
 from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
@@ -21,8 +21,9 @@ from stoker.engine.rows import RowTable
 from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START, NEXT
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import SamplingParams
+from stoker.train.evaluate import EveryDraft
 
-FORM = replace(FORMATS["vllm, norm before fc"], taps=(0, 1))
+GROUPED, LATENT = (replace(FORMATS[name], taps=(0, 1)) for name in ("vllm, norm before fc", "vllm, MLA"))
 CHANGES = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
@@ -55,7 +56,7 @@ def run(folder: Path, drafter: str, samplings: list[SamplingParams]) -> tuple[li
         sched=sched,
         drafter=drafter,
     )
-    with closing(LLM(folder, settings)) as llm:
+    with closing(LLM(folder, settings, wrap_drafting=EveryDraft)) as llm:
         runner = llm.built.engine._runner
         guesses: Guesses = {}
         launch = runner.launch
@@ -74,20 +75,28 @@ def run(folder: Path, drafter: str, samplings: list[SamplingParams]) -> tuple[li
 
 
 @pytest.mark.parametrize(
-    ("graphs", "samplings"),
-    [(SomeCaptured, SAMPLINGS[:2]), (NothingCaptured, SAMPLINGS[1:])],
-    ids=["captured", "eager"],
+    ("graphs", "samplings", "form"),
+    [
+        (SomeCaptured, SAMPLINGS[:2], GROUPED),
+        (NothingCaptured, SAMPLINGS[1:], GROUPED),
+        (SomeCaptured, SAMPLINGS[:2], LATENT),
+    ],
+    ids=["captured", "eager", "latent"],
 )
 def test_drafts_are_those_of_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: type[NothingCaptured], samplings: list[SamplingParams]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: type[NothingCaptured],
+    samplings: list[SamplingParams],
+    form: Format,
 ) -> None:
     folder, head = tmp_path / "target", tmp_path / "head"
     make_tiny(folder, "qwen3", torch.float32, num_hidden_layers=2)
-    write_head(head, FORM, make_tensors(FORM), CHANGES)
+    write_head(head, form, make_tensors(form), CHANGES)
     expected, _ = run(folder, "off", samplings)
     answers, drafts = run(folder, f"eagle3:{head}", samplings)
     assert answers == expected
-    for name in ("paged", "rope_write"):
+    for name in ("paged", "rope_write", "mla", "latent_write"):
         monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
     for name in ("draft_inputs", "draft_steps"):
         monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "on_gpu", lambda x: True)
@@ -97,8 +106,7 @@ def test_drafts_are_those_of_the_reference(
     monkeypatch.setattr(RowTable, "apply", apply_and_upload)
     found, found_drafts = run(folder, f"eagle3:{head}", samplings)
     assert found == expected
-    # How many drafts are verified depends on time. So steps end at different lengths, and a row may not have a block for
-    # the last guesses.
+    # A row may not have a block for the last guesses.
     both = drafts.keys() & found_drafts.keys()
     pairs = [pair for key in both for pair in zip(drafts[key], found_drafts[key], strict=True) if min(pair) >= 0]
     assert all(ours == theirs for ours, theirs in pairs)

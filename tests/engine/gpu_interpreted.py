@@ -63,8 +63,10 @@ class ReplayedStep:
     shape: StepShape
     forward: Callable[[StepInputs], StepOutputs]
 
-    def run(self, packed: Tensor) -> StepOutputs:
-        return self.forward(StepInputs.of(packed, self.shape))
+    def run(self, packed: Tensor, num_guesses: int) -> StepOutputs:
+        outputs = self.forward(StepInputs.of(packed, self.shape))
+        outputs.guesses.make(num_guesses)
+        return outputs
 
 
 class AllCaptured(NothingCaptured):

@@ -24,6 +24,7 @@ from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START, NO_GUESS
 from stoker.kernels.sample import noise_keys, sample_tokens
 from stoker.sched.draft_tape import MODEL_GUESSES
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.train.evaluate import EveryDraft
 
 FORM = FORMATS["specforge 3.1"]
 GREEDY = SamplingParams(temperature=0.0)
@@ -91,7 +92,7 @@ def tokens(outputs: list[LLMOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["speculators", "eagle"])
+@pytest.mark.parametrize("name", ["speculators", "eagle", "vllm, MLA"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_in_the_row_table_are_those_of_the_reference(
     name: str, temperature: float, target: tuple[Path, Any], tmp_path: Path
@@ -111,7 +112,8 @@ def test_drafts_in_the_row_table_are_those_of_the_reference(
         return int(sample_tokens(logits[None], torch.tensor([temperature]), *kept, key))
 
     prompt = PROMPTS[2]
-    with closing(LLM(folder, settings(f"eagle3:{tmp_path}", kv=KvSettings(16, 64)))) as llm:
+    drafting = settings(f"eagle3:{tmp_path}", kv=KvSettings(16, 64))
+    with closing(LLM(folder, drafting, wrap_drafting=EveryDraft)) as llm:
         engine, rows = llm.built.engine, llm.built.engine._runner._rows
         known, num_compared = list(prompt), 0
         engine.add(GenerateRequest(RequestId("r"), prompt, len(prompt), sampling, 12))

@@ -1,4 +1,4 @@
-"""The layer for drafts of a DeepSeek checkpoint: its guesses are those of a reference made of transformers' layers, and
+"""The layer for drafts of a DeepSeek or GLM checkpoint: its guesses are those of a reference made of transformers' layers, and
 drafts change no answer. EAGLE-3 heads draft for models with latent attention, too."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 import test_speculation as speculation
 import torch
 from models.eagle3_files import FORMATS, LAYERS, make_tensors, write_head
+from models.mtp_files import HIDDEN, make_mtp
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from torch import Tensor
@@ -19,11 +20,14 @@ from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId, Row
 from stoker.engine.llm import LLM
+from stoker.engine.model_identity import read_hf_config
 from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START
+from stoker.models.family import family_of
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.train.evaluate import EveryDraft
 
 drafts_cost_nothing = speculation.drafts_cost_nothing
-NUM_LAYERS, HIDDEN = 3, 72
+NUM_LAYERS = 3
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43], list(range(100, 130))]
 
@@ -60,28 +64,11 @@ class PlainPrediction:
         return guesses
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainPrediction]:
-    """A model with a layer for drafts in its files, as DeepSeek-V3 has it, and its reference."""
+@pytest.fixture(scope="module", params=["deepseek", "glm4-moe"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainPrediction]:
+    """A model with a layer for drafts in its files, as DeepSeek-V3 and GLM-4.5 have it, and its reference."""
     folder = tmp_path_factory.mktemp("mtp")
-    reference = make_tiny(folder, "deepseek", torch.float64, num_hidden_layers=NUM_LAYERS + 1)
-    reference.config._attn_implementation = reference.config._experts_implementation = "eager"  # in float64
-    torch.manual_seed(1)
-    extra = {
-        "eh_proj.weight": torch.randn(HIDDEN, 2 * HIDDEN, dtype=torch.float64) / 12,
-        **{name: 1 + torch.randn(HIDDEN, dtype=torch.float64) / 9 for name in ("enorm.weight", "hnorm.weight",
-                                                                             "shared_head.norm.weight")},
-    }  # fmt: skip
-    tensors = load_file(folder / "model.safetensors")
-    layer = f"model.layers.{NUM_LAYERS}."
-    tensors |= {f"{layer}{name}": values for name, values in extra.items()}
-    tensors |= {
-        f"{layer}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-        f"{layer}shared_head.head.weight": tensors["lm_head.weight"].clone(),
-    }
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"num_hidden_layers": 4', f'"num_hidden_layers": {NUM_LAYERS}'))
+    reference, extra = make_mtp(folder, NUM_LAYERS, request.param)
     return folder, PlainPrediction(reference, extra)
 
 
@@ -94,7 +81,7 @@ def settings(drafter: str) -> EngineSettings:
 def test_guesses_are_those_of_the_reference(made: tuple[Path, PlainPrediction]) -> None:
     folder, plain = made
     prompt, compared = PROMPTS[2], 0
-    with closing(LLM(folder, settings("mtp"))) as llm:
+    with closing(LLM(folder, settings("mtp"), wrap_drafting=EveryDraft)) as llm:
         engine, rows = llm.built.engine, llm.built.engine._runner._rows
         known = list(prompt)
         engine.add(GenerateRequest(RequestId("r"), prompt, len(prompt), GREEDY, 10))
@@ -127,27 +114,36 @@ def test_drafts_change_no_answer(made: tuple[Path, PlainPrediction]) -> None:
     assert found["off"] == found["mtp"] == found["mtp,ngram"]
 
 
-def test_an_eagle3_head_drafts_for_latent_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "name"), [("kimi-k2.5", "specforge"), ("deepseek", "vllm, MLA")])
+def test_an_eagle3_head_drafts_for_latent_attention(model: str, name: str, tmp_path: Path) -> None:
+    """With grouped-query attention or latent attention in the head, whose KV is a group of its own."""
     folder, head = tmp_path / "model", tmp_path / "head"
-    make_tiny(folder, "deepseek", torch.float64, num_hidden_layers=LAYERS)
-    head.mkdir()
-    form = FORMATS["speculators"]
+    make_tiny(folder, model, torch.float64, num_hidden_layers=LAYERS)
+    form = FORMATS[name]
     write_head(head, form, make_tensors(form))
     found = []
     for drafter in ("off", f"eagle3:{head}"):
         with closing(LLM(folder, settings(drafter))) as llm:
             found.append([answer.token_ids for answer in llm.generate(PROMPTS, GREEDY, 16)])
             assert drafter == "off" or llm.built.scheduler.counters.draft_tokens
+            assert llm.built.layout.groups == family_of(read_hf_config(folder), "").kv_groups
+            assert llm.built.pool.num_free == llm.built.pool.num_blocks
     assert found[0] == found[1]
 
 
-def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, made: tuple[Path, PlainPrediction]) -> None:
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
     make_tiny(tmp_path / "kimi", "kimi-k2")
     with pytest.raises(ModelFilesError, match="num_nextn_predict_layers"):
         LLM(tmp_path / "kimi", settings("mtp"))
     make_tiny(tmp_path / "llama", "llama")
     with pytest.raises(ModelFilesError, match="no layer for drafts"):
         LLM(tmp_path / "llama", settings("mtp"))
+    make_tiny(tmp_path / "glm", "glm4-moe", num_nextn_predict_layers=0)
+    with pytest.raises(ModelFilesError, match="num_nextn_predict_layers"):
+        LLM(tmp_path / "glm", settings("mtp"))
+    make_tiny(tmp_path / "minimax", "minimax-m2", num_mtp_modules=3)
+    with pytest.raises(ModelFilesError, match=r"MiniMax-M2 is published without.*num_mtp_modules"):
+        LLM(tmp_path / "minimax", settings("mtp"))
     make_tiny(tmp_path / "cut", "deepseek")
     with pytest.raises(ModelFilesError, match="eh_proj"):
         LLM(tmp_path / "cut", settings("mtp"))

@@ -31,8 +31,19 @@ class FakeStoker:
     pace_s: float = 0.0
     completion_details: dict[str, int] | None = None  # in the usage
     splits: int = 0  # write in pieces of this many bytes; 0: whole
+    holds: asyncio.Event | None = None  # after its first token, an answer waits for this event, or until it is moved
+    moved: set[str] = field(default_factory=set)  # names of requests to hand off
+    refuses_moves: bool = False
 
     async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
+        if request.path == b"/stoker/move":
+            if not self.refuses_moves:
+                self.moved.update(json.loads(request.body)["names"])
+            request.respond(404 if self.refuses_moves else 202, JSON, b"{}")
+            return
+        if request.path == b"/stoker/duty":
+            request.respond(403, JSON, b"{}")
+            return
         body = json.loads(request.body)
         dies = self.dies.pop(0) if self.dies else None
         fails = self.fails.pop(0) if self.fails else None
@@ -41,8 +52,16 @@ class FakeStoker:
             await run.stream(dies, fails)
         elif dies is not None:
             request.abort()
-        else:
+        elif not await run.moves(1):
             request.respond(200, JSON, json.dumps(run.whole()).encode())
+        else:
+            request.start(200, SSE)
+            lines = b":u 10 %d %d %d\n" % (self.cached_tokens, run.created, body["seed"])
+            lines += b"".join(
+                b":t %d %d\n" % (i, run.token(i, len(sent))) for i, sent in enumerate(run.sent) if len(sent) < 1
+            )
+            run.write(lines + run.handoff())
+            request.finish()
 
 
 @dataclass
@@ -63,6 +82,19 @@ class _Run:
             assert ids == [self.token(index, i) for i in range(len(ids))], "resumed from tokens that were not sampled"
         self.tells = self.request.header(b"x-stoker-stream") == b"1"
         self.is_prefill = (self.body.get("kv_transfer_params") or {}).get("do_remote_decode", False)
+
+    async def moves(self, num_made: int) -> bool:
+        """Wait where the fake holds its answers. Return True if this request is handed off now."""
+        name = (self.request.header(b"x-stoker-move") or b"").decode()
+        while name not in self.fake.moved:
+            if not num_made or self.fake.holds is None or self.fake.holds.is_set():
+                return False
+            await asyncio.sleep(0.005)
+        return True
+
+    def handoff(self) -> bytes:
+        leases = [{"remote_request_id": f"l-{i}", "num_tokens": len(sent)} for i, sent in enumerate(self.sent)]
+        return b":k %b\n\n" % json.dumps({"choices": leases}, separators=(",", ":")).encode()
 
     def token(self, choice: int, position: int) -> int:
         return token(self.body["seed"], choice, position)
@@ -123,6 +155,10 @@ class _Run:
                     self.write(data[: self.fake.tears])
                     await asyncio.sleep(0.01)
                     self.request.abort()
+                    return
+                if not self.is_prefill and await self.moves(num_made):
+                    self.write(self.handoff())
+                    self.request.finish()
                     return
                 num_made += 1
                 self.write(data)

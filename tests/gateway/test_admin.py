@@ -22,7 +22,11 @@ from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import AdmissionSettings, PriceSettings
 from stoker.gateway.doctor.miss_parts import MissPart
 from stoker.gateway.doctor.miss_totals import MissTotals
-from stoker.proto.admin_api import GatewayStatus
+from stoker.gateway.duties import Duties
+from stoker.gateway.path.dialects.dialect import resuming_dialects
+from stoker.gateway.path.moves import Moves
+from stoker.gateway.path.upstream import Upstreams
+from stoker.proto.admin_api import GatewayStatus, ScaleWishes
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 
@@ -57,13 +61,26 @@ class World:
         self.misses = MissTotals(
             PriceList([PriceSettings(model="m", input=2.0, output=8.0, cached_input=0.5)]), "EUR", 50.0
         )
-        view = AdminView(self.fleet, self.ledger, self.router, self.admission, self, clock, status, self.misses.report)
-        self.admin = AdminEndpoint(AdminToken(token), view)
+        wishes = lambda: ScaleWishes(mode="off")  # noqa: E731
+        duties = Duties(self.fleet, Moves(self.fleet, Upstreams(), clock, resuming_dialects()), clock)
+        view = AdminView(
+            self.fleet,
+            self.ledger,
+            self.router,
+            self.admission,
+            self,
+            duties,
+            wishes,
+            clock,
+            status,
+            self.misses.report,
+        )
+        self.admin = AdminEndpoint(AdminToken([] if token is None else [token]), view)
 
     def add(self, spec: WorkerSpec) -> None:
         self.fleet.add(spec, self.now)
 
-    def remove(self, worker_id: WorkerId) -> None:
+    def remove(self, worker_id: WorkerId, *, moves: bool = False) -> None:
         self.fleet.remove(worker_id, self.now)
 
     def reply(self, *args: Any, **more: Any) -> Reply:
@@ -136,6 +153,15 @@ def test_queues_are_shown() -> None:
     assert queue["capacity_requests"] == 1024
     assert queue["capacity_prefill_tokens"] is None
     got.done()
+
+
+def test_a_role_is_changed_and_wrong_ones_are_refused() -> None:
+    world = World()
+    assert world.ask("POST", "/admin/role", "worker=a:1&role=decode")["role"] == "decode"
+    for query, param in (("role=chief", "role"), ("", "role"), ("role=decode&move=yes", "move")):
+        with pytest.raises(InvalidRequest) as refused:
+            world.reply("POST", "/admin/role", f"worker=a:1&{query}")
+        assert refused.value.param == param
 
 
 def test_a_worker_is_drained_and_comes_back() -> None:

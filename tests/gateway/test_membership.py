@@ -19,6 +19,7 @@ from stoker.fleet.spec import WorkerSpec
 from stoker.gateway import membership as workers
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.membership import Membership
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.upstream import CancelOnLoss, Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.watch.watchers import Watchers
@@ -36,7 +37,8 @@ class World:
         self.watchers = Watchers(self.fleet, self.indexes, self.makers)
         self.upstreams = Upstreams()
         self.stood_still_s = 0.0
-        self.workers = Membership(self.fleet, self.ledger, self.watchers, self.upstreams, self.now, silent_s)
+        moves = Moves(self.fleet, self.upstreams, self.now)
+        self.workers = Membership(self.fleet, self.ledger, self.watchers, self.upstreams, moves, self.now, silent_s)
 
     def now(self) -> float:
         return time.monotonic() + self.stood_still_s

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 from real_fleet import ADMIN_TOKEN, WORKER_OPTIONS, Exchange, Process, RealFleet, real_fleet, usable_workers
-from worker.real import wait_for
+from worker.real import STOKER, wait_for
 
 WORDS = "river stone lamp garden signal copper winter orbit pepper violin"
 
@@ -106,7 +109,7 @@ def test_a_hanging_worker_is_left_and_its_stream_is_resumed(fleet: RealFleet) ->
     """Send SIGSTOP: connections stay open without output."""
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": WORDS}],
-        "max_tokens": 600,
+        "max_tokens": 250,
         "ignore_eos": True,
         "seed": 5,
     }
@@ -123,6 +126,73 @@ def test_a_hanging_worker_is_left_and_its_stream_is_resumed(fleet: RealFleet) ->
     wait_for(lambda: not any(fleet.in_flight()["reserved"].values()))
 
 
+_LONG: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True}
+_ANSWER = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 200, "maxLength": 240}},
+    "required": ["text"],
+}
+_MOVED: list[dict[str, Any]] = [
+    {
+        "stream": True,
+        "seed": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _ANSWER}},
+    },
+    {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}},
+    {"stream": True, "seed": 7, "n": 2},
+    {"stream": False, "seed": 8},
+    {"stream": True, "seed": 9, "logprobs": True, "top_logprobs": 2},
+]
+
+
+def test_a_drained_worker_is_empty_at_once_and_no_client_notices(fleet: RealFleet) -> None:
+    """Streams of every kind move with their KV, and give the tokens of an undisturbed worker."""
+    bodies = [
+        _LONG | more | {"messages": [{"role": "user", "content": f"{i} {WORDS * 8}"}]} for i, more in enumerate(_MOVED)
+    ]
+    source, target = fleet.workers
+    names = [f"127.0.0.1:{worker.port}" for worker in fleet.workers]
+    drain(fleet, names[1])
+    exchanges = [fleet.ask(bodies[0])]
+    wait_for(lambda: len(exchanges[0].events) > 2)  # its grammar is compiled now
+    exchanges += [fleet.ask(body) for body in bodies[1:]]
+    wait_for(lambda: all(len(one.events) > 2 for one in exchanges if one.body["stream"]))
+    with source.stopped(engine=True):  # so that no answer ends before the move is asked for
+        drain(fleet, names[1], on=False)
+        wait_for(lambda: usable_workers(fleet.gateway) == 2)
+        pulled = target.metrics()["stoker_kv_pulled_tokens_total"]
+        draining = subprocess.Popen(
+            drain_command(fleet, names[0], "--move", "--wait-s", "60"), stdout=subprocess.PIPE, text=True
+        )
+        wait_for(lambda: "requests_move" in source.log_path.read_text())
+    shown, _ = draining.communicate(timeout=120)
+    assert (draining.returncode, "runs no request" in shown) == (0, True), shown
+    for one in exchanges:
+        one.wait()
+    assert target.metrics()["stoker_kv_pulled_tokens_total"] > pulled
+    assert fleet.gateway.metrics()['stoker_gateway_moves_total{outcome="with_kv"}'] > 1
+    wait_for(lambda: source.is_idle)
+    drain(fleet, names[0], on=False)
+    wait_for(lambda: usable_workers(fleet.gateway) == 2)
+    references = [fleet.direct(body) for body in bodies]
+    for one, expected in zip(exchanges, references, strict=True):
+        expected.wait()
+        assert one.said == expected.said
+
+
+def drain(fleet: RealFleet, worker: str, *, on: bool = True) -> None:
+    path = f"/admin/{'drain' if on else 'undrain'}?worker={worker}"
+    headers = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+    request = urllib.request.Request(fleet.gateway.url + path, b"", headers, method="POST")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+
+
+def drain_command(fleet: RealFleet, worker: str, *flags: str) -> list[str]:
+    token = str(fleet.gateway.log_path.with_name("admin-token"))
+    return [STOKER, "drain", worker, *flags, "--url", fleet.gateway.url, "--admin-token-file", token]
+
+
 def test_workers_register_with_a_secret_and_leave(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a shared secret of some length")
     (tmp_path / "token").write_text(ADMIN_TOKEN)
@@ -134,12 +204,16 @@ def test_workers_register_with_a_secret_and_leave(tiny_folder: Path, tmp_path: P
     with ExitStack() as stack:
         stack.callback(gateway.stop)
         gateway.start()
-        worker = Process(
-            ["serve", str(tiny_folder), *WORKER_OPTIONS, "--gateway", gateway.url, *secret], tmp_path / "worker.log"
-        )
-        stack.callback(worker.stop)
-        worker.start()
-        wait_for(lambda: usable_workers(gateway) == 1)
+        serve = ["serve", str(tiny_folder), *WORKER_OPTIONS, "--gateway", gateway.url, *secret]
+        workers = [Process(serve, tmp_path / f"worker-{i}.log") for i in range(2)]
+        for worker in workers:
+            stack.callback(worker.stop)
+        starts = [threading.Thread(target=worker.start) for worker in workers]
+        for start in starts:
+            start.start()
+        for start in starts:
+            start.join()
+        wait_for(lambda: usable_workers(gateway) == 2)
         client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["tiny"]
         messages: Any = [{"role": "user", "content": "hello"}]
@@ -150,8 +224,27 @@ def test_workers_register_with_a_secret_and_leave(tiny_folder: Path, tmp_path: P
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="nobody", messages=messages)
-        assert worker.process is not None
-        worker.process.send_signal(signal.SIGTERM)
+
+        # A worker that is told to end, such as on a spot instance, gives its streams to the other one.
+        body = {"model": "tiny", "messages": messages, "max_tokens": 250, "ignore_eos": True, "seed": 5, "stream": True}
+        moved = Exchange(gateway.port, body)
+        wait_for(lambda: len(moved.events) > 2)
+        source = RealFleet(workers, gateway, tmp_path).serving_worker()
+        assert source.process is not None
+        with source.stopped(engine=True):  # so that the stream does not end before it moves
+            source.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "requests_move" in source.log_path.read_text())
+        assert source.process.wait(60) == 0
+        moved.wait()
+        again = Exchange(gateway.port, body)
+        again.wait()
+        assert moved.said == again.said
+        assert gateway.metrics()['stoker_gateway_moves_total{outcome="with_kv"}'] == 1
+        wait_for(lambda: usable_workers(gateway) == 1)
+
+        for worker in workers:
+            assert worker.process is not None
+            worker.process.send_signal(signal.SIGTERM)
         wait_for(lambda: not gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"])
     assert "a shared secret" not in (tmp_path / "gateway.log").read_text()
     assert json.loads((tmp_path / "gateway.log").read_text().splitlines()[0])

@@ -135,18 +135,28 @@ def test_a_background_response_survives_kill_9_of_the_gateway(start_gateway: Sta
     gateway = start_gateway(store)
     client = client_of(gateway)
     fields: dict[str, Any] = {"model": "tiny", "input": "Count.", "max_output_tokens": 300, "temperature": 1}
+    unbroken = client.responses.create(**fields, extra_body={"seed": 7})
     plain = client.responses.create(**fields, background=True)
-    with client.responses.create(**fields, background=True, stream=True) as stream:
-        streamed = next(iter(stream)).response.id  # its client has seen an event
-        gateway.kill()
+    seen: list[Any] = []
+    with client.responses.create(**fields, background=True, stream=True, extra_body={"seed": 7}) as stream:
+        for event in stream:
+            seen.append(event)
+            if event.sequence_number == 12:
+                gateway.kill()
+                break
     gateway.start()
     client = client_of(gateway)
     assert ended(client, plain.id).status == "incomplete"  # it ran again to its token limit
-    failed = ended(client, streamed)
-    assert failed.status == "failed"
-    assert "has stopped" in failed.error.message
-    events = list(client.responses.retrieve(streamed, stream=True))
-    assert events[-1].type == "response.failed"
+    response_id = seen[0].response.id
+    done = ended(client, response_id)
+    assert (done.status, done.output_text) == ("incomplete", unbroken.output_text)  # as if nothing had happened
+    assert done.usage == unbroken.usage
+    with client.responses.retrieve(response_id, stream=True, starting_after=seen[-1].sequence_number) as stream:
+        seen += list(stream)
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    assert "".join(event.delta for event in seen if event.type == "response.output_text.delta") == done.output_text
+    assert len({event.item_id for event in seen if event.type == "response.output_text.delta"}) == 1
+    assert seen[-1].response.id == response_id
 
 
 def test_kill_9_of_gateway_and_worker_leaves_each_line_once(

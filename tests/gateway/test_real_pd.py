@@ -9,12 +9,14 @@ import itertools
 import json
 import random
 import re
+import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_fleet import Exchange, Process, RealFleet, real_fleet
+from real_fleet import ADMIN_TOKEN, Exchange, Process, RealFleet, real_fleet
 from worker.real import CHAT, COMPLETIONS, RESPONSES, wait_for
 
 BLOCK = 16
@@ -247,3 +249,39 @@ def test_an_error_has_the_shape_of_the_clients_api(fleet: RealFleet) -> None:
     refused = fleet.ask({"messages": TURNS, "kv_transfer_params": {"do_remote_decode": True}})
     refused.wait()
     assert "kv_transfer_params" not in json.dumps(refused.json.get("choices", []))
+
+
+def test_roles_change_while_requests_run(fleet: RealFleet) -> None:
+    """Every worker has every role for a while, and no answer changes."""
+    prefill, decode = fleet.of_role("prefill")[0], fleet.of_role("decode")[0]
+    body = USER | {"max_tokens": 40, "stream": True, "model": "tiny", "seed": 3} | GREEDY
+    assert fleet.reference is not None
+    expected = Exchange(fleet.reference.port, body)
+    asked: list[Exchange] = []
+    for worker, role in [
+        (prefill, "decode"),
+        (decode, "prefill"),
+        (prefill, "unified"),
+        (decode, "unified"),
+        (prefill, "prefill"),
+        (decode, "decode"),
+    ]:
+        asked += [Exchange(fleet.gateway.port, body) for _ in range(2)]
+        wait_for(partial(has_begun, asked[-1]))
+        set_role(fleet, worker, role)
+        assert worker.get("/stoker/worker")["role"] == role
+    expected.wait()
+    for one in asked:
+        one.wait()
+        assert one.said == expected.said
+
+
+def has_begun(exchange: Exchange) -> bool:
+    return bool(exchange.events)
+
+
+def set_role(fleet: RealFleet, worker: Process, role: str) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+    url = f"{fleet.gateway.url}/admin/role?worker=127.0.0.1:{worker.port}&role={role}"
+    with urllib.request.urlopen(urllib.request.Request(url, b"", headers), timeout=60) as answer:
+        assert json.loads(answer.read())["role"] == role

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mocks import MockWorker, Script
@@ -30,13 +31,18 @@ from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, 
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
+from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
+from stoker.gateway.insight.insight_book import InsightBook
+from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
+from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -47,6 +53,9 @@ from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.gateway.twin_watch import NoTwin
+from stoker.gateway.ui.static_pages import StaticPages
+from stoker.replay.recorder import NoRecorder
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
@@ -125,6 +134,7 @@ class World:
         self.misses = MissTotals(PriceList(), "USD", 0.0)
         router = Router(self.fleet, self.ledger, indexes, settings=RouterSettings(policy=policy))
         self.upstreams = Upstreams()
+        self.moves = Moves(self.fleet, self.upstreams, clock, resuming_dialects())
         services = ProxyServices(
             self.fleet,
             self.upstreams,
@@ -133,8 +143,11 @@ class World:
             CleanupTasks(),
             clock,
             doctor,
+            self.moves,
             hints or HandoffHints(),
         )
+        gauges = partial(read_fleet_gauges, self.fleet, self.ledger, clock, lambda: 0, lambda: 0)
+        self.insight = InsightBook(self.metrics, PriceList(), LatencyGoals(), gauges)
         self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
@@ -169,6 +182,7 @@ class World:
                     self.upstreams,
                     api_keys,
                     self.admission,
+                    self.flex,
                     self.rows,
                     self.metrics.ended,
                     proxy or PATIENT,
@@ -177,7 +191,13 @@ class World:
                 ),
                 doctor=doctor,
                 misses=self.misses,
+                recorder=NoRecorder(),
+                twin=NoTwin(),
                 objects=NoObjects(),
+                insight=self.insight,
+                insight_pages=Nothing(),
+                live=Nothing(),
+                pages=StaticPages(),
                 hidden_tokens=1000,
                 max_model_tokens=self.max_model_tokens.get,
                 clock=clock,
@@ -206,6 +226,7 @@ class World:
     async def __aexit__(self, *why: object) -> None:
         self.client.close()
         await self.server.close(0.5)
+        await self.moves.close()
         await self.proxy.close()
         for worker in self.workers.values():
             await worker.stop()

@@ -334,12 +334,13 @@ def draft_inputs(
         rows = draft_rows_triton(heads, counts, positions, num_rows, all_rows)
         assert torch.equal(rows, draft_rows_ref(heads, counts, positions, num_rows, all_rows))
         for number in (1, 2):
-            step = (rows, table, number, PageSizes(3, 16, 50), 70)
+            which = torch.tensor([number], device=device)
+            step = (rows, table, which, PageSizes(3, 16, 50), 70)
             made = draft_step_triton(*step)
             for found, expected in zip(made, draft_step_ref(*step), strict=True):
                 assert torch.equal(found, expected)
             guesses = torch.randint(-5, 60, (num_rows,), device=device)
-            for at, lengths in ((0, rows[2]), (number, made.lengths)):
+            for at, lengths in ((torch.zeros_like(which), rows[2]), (which, made.lengths)):
                 put = [
                     function(rows, lengths, guesses, own, at, 50)
                     for function, own in zip((put_draft_triton, put_draft_ref), padded, strict=True)

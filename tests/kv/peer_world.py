@@ -16,7 +16,7 @@ from kv.forked import FORKED
 
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.layout import KvGroup, KvLayout
 from stoker.kv.blocks.transfer import BlockName, KvIdentity, KvTicket
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.lease_book import LeaseBook, LeaseView
@@ -32,10 +32,16 @@ def identity_of(layout: KvLayout) -> KvIdentity:
     return KvIdentity(model="m", tokenizer="t", layout=layout.identity, dtype=layout.dtype)
 
 
-def rank(layout: KvLayout, number: int, tp: int) -> KvLayout:
-    """The layout of one of `tp` ranks."""
-    heads = layout.num_heads // tp
-    return replace(layout, first_head=number * heads, held_heads=heads)
+def rank(layout: KvLayout, number: int, tp: int, pp: int = 1) -> KvLayout:
+    """The layout of a rank: one of `tp` in one of `pp` stages."""
+    heads, stage = layout.num_heads // tp, number // tp
+
+    def held(group: KvGroup) -> KvGroup:
+        count = group.num_layers
+        return replace(group, held=range(count * stage // pp, count * (stage + 1) // pp)) if pp > 1 else group
+
+    groups = tuple(map(held, layout.groups))
+    return replace(layout, groups=groups, first_head=number % tp * heads, held_heads=heads)
 
 
 def contents(layout: KvLayout, num_blocks: int, seed: int = SEED) -> torch.Tensor:
@@ -46,7 +52,8 @@ def contents(layout: KvLayout, num_blocks: int, seed: int = SEED) -> torch.Tenso
     for group in layout.groups:
         shape = (num_blocks, group.num_layers, 2, group.num_heads, layout.block_tokens, group.width)
         each = group.num_heads // layout.model_heads
-        own = torch.randn(shape, generator=generator)[:, :, :, each * layout.first_head : each * layout.end_head]
+        heads = slice(each * layout.first_head, each * layout.end_head)
+        own = torch.randn(shape, generator=generator)[:, group.layers.start : group.layers.stop, :, heads]
         own = own.flatten(1)
         blocks[:, first : first + own.shape[1]] = own
         first += own.shape[1]
@@ -112,6 +119,10 @@ class World:
 
     def ticket(self, lease_id: str = "L") -> KvTicket:
         return KvTicket(self.server.engine_id, self.server.address, lease_id, 100, 30.0)
+
+    def join(self, addresses: list[str]) -> None:
+        """Become the first of several ranks."""
+        self.server.other_ranks = addresses
 
     def spoil(self, block: int) -> None:
         """Change the block's bytes after its checksum was computed."""

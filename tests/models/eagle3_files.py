@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from stoker.kv.blocks.layout import KvGroup
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 72, 4, 2, 16, 88  # of the head's layer; HIDDEN is also the tiny models'
 VOCAB, LAYERS = 199, 8  # of the target model
@@ -22,7 +27,48 @@ _LAYER = {
     "head_dim": HEAD_DIM, "rms_norm_eps": EPS, "rope_theta": THETA, "vocab_size": VOCAB, "num_hidden_layers": 1,
     "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
+_YARN = {
+    "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 _SPECFORGE = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": DRAFT_VOCAB}
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The sizes of a head's latent attention."""
+
+    q_rank: int | None
+    interleaved: bool  # neighbouring values are rotated together
+    latent: int = 32
+    nope: int = 12
+    rope: int = 16
+    value: int = 10
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {
+            "model_type": "deepseek_v3", "num_key_value_heads": HEADS, "head_dim": None, "q_lora_rank": self.q_rank,
+            "kv_lora_rank": self.latent, "qk_nope_head_dim": self.nope, "qk_rope_head_dim": self.rope,
+            "v_head_dim": self.value, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        }  # fmt: skip
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Return outputs and inputs of the projections."""
+        q_size = HEADS * (self.nope + self.rope)
+        low = {"q_a_proj": (self.q_rank, 2 * hidden), "q_b_proj": (q_size, self.q_rank)} if self.q_rank else {}
+        return (low or {"q_proj": (q_size, 2 * hidden)}) | {
+            "kv_a_proj_with_mqa": (self.latent + self.rope, 2 * hidden),
+            "kv_b_proj": (HEADS * (self.nope + self.value), self.latent),
+            "o_proj": (hidden, HEADS * self.value),
+        }
+
+    @property
+    def norms(self) -> dict[str, int]:
+        return {"kv_a_layernorm": self.latent} | ({"q_a_layernorm": self.q_rank} if self.q_rank else {})
+
+
+_LOW_RANK, _HALVES = Latent(20, True), Latent(None, False)
 
 
 @dataclass(frozen=True)
@@ -42,11 +88,22 @@ class Format:
     own_embedding: bool = True
     own_head: bool = True
     hidden: int = HIDDEN
+    latent: Latent | None = None  # None: grouped-query attention
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # known tensors that no engine needs
+
+    @property
+    def kv_group(self) -> KvGroup:
+        if self.latent is None:
+            return KvGroup(1, KV_HEADS, HEAD_DIM)
+        return KvGroup(1, 1, self.latent.latent + self.latent.rope, "latent")
 
 
 def _midlayer(name: str) -> str:
     return name.replace("layers.0.", "midlayer.")
+
+
+def _torchspec(name: str) -> str:
+    return _midlayer(name).replace("kv_a_proj_with_mqa", "kv_a_proj")
 
 
 def _sglang(name: str) -> str:
@@ -125,7 +182,39 @@ FORMATS = {
         qk_norm=True,
         norm_output=True,
     ),
+    "vllm, MLA": Format(
+        _LAYER
+        | _LOW_RANK.fields
+        | {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "draft_vocab_size": DRAFT_VOCAB,
+            "fc_norm": True,
+            "norm_output": True,
+            "rope_scaling": _YARN,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]},
+        },
+        _midlayer,
+        taps=(1, 4, 7),
+        fc_norm=True,
+        norm_output=True,
+        own_embedding=False,
+        latent=_LOW_RANK,
+    ),
+    "torchspec, MLA": Format(
+        _LAYER | _HALVES.fields | {"architectures": ["DeepSeekForCausalLMEagle3"]},
+        _torchspec,
+        draft_vocab=None,
+        latent=_HALVES,
+    ),
 }
+
+
+def _attention_shapes(form: Format) -> dict[str, tuple[int, int]]:
+    if form.latent is not None:
+        return form.latent.shapes(form.hidden)
+    sizes = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
+    shapes = {name: (size, 2 * form.hidden) for name, size in sizes.items()}
+    return shapes | {"o_proj": (form.hidden, HEADS * HEAD_DIM)}
 
 
 def make_tensors(form: Format, seed: int = 0) -> dict[str, Tensor]:
@@ -145,10 +234,7 @@ def make_tensors(form: Format, seed: int = 0) -> dict[str, Tensor]:
         f"{layer}input_layernorm.weight": norm(hidden),
         f"{layer}hidden_norm.weight": norm(hidden),
         f"{layer}post_attention_layernorm.weight": norm(hidden),
-        f"{layer}self_attn.q_proj.weight": normal(HEADS * HEAD_DIM, 2 * hidden),
-        f"{layer}self_attn.k_proj.weight": normal(KV_HEADS * HEAD_DIM, 2 * hidden),
-        f"{layer}self_attn.v_proj.weight": normal(KV_HEADS * HEAD_DIM, 2 * hidden),
-        f"{layer}self_attn.o_proj.weight": normal(hidden, HEADS * HEAD_DIM),
+        **{f"{layer}self_attn.{name}.weight": normal(*shape) for name, shape in _attention_shapes(form).items()},
         f"{layer}mlp.gate_proj.weight": normal(MLP, hidden),
         f"{layer}mlp.up_proj.weight": normal(MLP, hidden),
         f"{layer}mlp.down_proj.weight": normal(hidden, MLP),
@@ -157,6 +243,8 @@ def make_tensors(form: Format, seed: int = 0) -> dict[str, Tensor]:
         for name in ("q", "k", "v", "o"):
             size = len(tensors[f"{layer}self_attn.{name}_proj.weight"])
             tensors[f"{layer}self_attn.{name}_proj.bias"] = normal(size)
+    if form.latent is not None:
+        tensors |= {f"{layer}self_attn.{name}.weight": norm(size) for name, size in form.latent.norms.items()}
     if form.qk_norm:
         tensors |= {f"{layer}self_attn.{name}_norm.weight": norm(HEAD_DIM) for name in "qk"}
     if form.fc_norm:
@@ -187,6 +275,14 @@ def write_head(
 def read_config_file(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[heads, tokens, width] -> [tokens, heads * width]"""
+    count = query.shape[1]
+    scores = query @ key.transpose(1, 2) * scale
+    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1)
 
 
 class PlainHead:
@@ -221,22 +317,57 @@ class PlainHead:
         low, high = x.chunk(2, -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
+    def _project(self, name: str, x: Tensor, number: int) -> Tensor:
+        """[heads, tokens, width]"""
+        return self._linear(f"layers.0.self_attn.{name}", x).view(len(x), number, -1).transpose(0, 1)
+
+    def _grouped_heads(self, both: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Return q, k and v of each head, and the scale of the scores."""
+        query, key, value = (
+            self._project(f"{x}_proj", both, number) for x, number in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+        )
+        if self._form.qk_norm:
+            query = self._norm("layers.0.self_attn.q_norm.weight", query)
+            key = self._norm("layers.0.self_attn.k_norm.weight", key)
+        each = HEADS // KV_HEADS
+        key, value = self._rotate(key).repeat_interleave(each, 0), value.repeat_interleave(each, 0)
+        return self._rotate(query), key, value, HEAD_DIM**-0.5
+
+    def _latent_heads(self, both: Tensor, latent: Latent) -> tuple[Tensor, Tensor, Tensor, float]:
+        own, scale = "layers.0.self_attn.", (latent.nope + latent.rope) ** -0.5
+        if latent.q_rank is None:
+            query = self._project("q_proj", both, HEADS)
+        else:
+            low = self._norm(f"{own}q_a_layernorm.weight", self._linear(f"{own}q_a_proj", both))
+            query = self._project("q_b_proj", low, HEADS)
+        compressed, turned = self._linear(f"{own}kv_a_proj_with_mqa", both).split([latent.latent, latent.rope], -1)
+        expanded = self._project("kv_b_proj", self._norm(f"{own}kv_a_layernorm.weight", compressed), HEADS)
+        key, value = expanded.split([latent.nope, latent.value], -1)
+        frequencies = THETA ** -(torch.arange(0, latent.rope, 2) / latent.rope).double()
+        if scaling := self._form.config.get("rope_scaling"):
+            sizes = {"qk_rope_head_dim": latent.rope, "head_dim": latent.rope, "max_position_embeddings": 64}
+            yarn = DeepseekV3Config(rope_parameters={**scaling, "rope_type": "yarn", "rope_theta": THETA}, **sizes)
+            frequencies, table_scale = ROPE_INIT_FUNCTIONS["yarn"](yarn, torch.device("cpu"))
+            assert table_scale == 1.0
+            scale *= (0.1 * math.log(scaling["factor"]) + 1.0) ** 2
+
+        def rotate(x: Tensor) -> Tensor:
+            """x [heads, tokens, rope], from position 0 on."""
+            angles = torch.arange(x.shape[1])[:, None] * frequencies
+            low, high = (x[..., ::2], x[..., 1::2]) if latent.interleaved else x.chunk(2, -1)
+            cos, sin = angles.cos(), angles.sin()
+            return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+        query = torch.cat([query[..., : latent.nope], rotate(query[..., latent.nope :])], -1)
+        return query, torch.cat([key, rotate(turned[None]).expand(HEADS, -1, -1)], -1), value, scale
+
     def hidden(self, next_ids: Tensor, features: Tensor) -> Tensor:
         """The output of the layer at all positions, from the features there and the tokens that follow."""
         layer = "layers.0."
         normed = self._norm(f"{layer}hidden_norm.weight", features)
         both = torch.cat([self._norm(f"{layer}input_layernorm.weight", self._embedding[next_ids]), normed], -1)
-        count = len(next_ids)
-
-        def heads(name: str, number: int) -> Tensor:
-            x = self._linear(f"{layer}self_attn.{name}_proj", both).view(count, number, HEAD_DIM).transpose(0, 1)
-            return self._norm(f"{layer}self_attn.{name}_norm.weight", x) if self._form.qk_norm and name in "qk" else x
-
-        query, key = self._rotate(heads("q", HEADS)), self._rotate(heads("k", KV_HEADS))
-        key, value = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (key, heads("v", KV_HEADS)))
-        scores = query @ key.transpose(1, 2) * HEAD_DIM**-0.5
-        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
-        attended = (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1)
+        parts = self._latent_heads(both, self._form.latent) if self._form.latent else self._grouped_heads(both)
+        attended = _attend(*parts)
         x = (normed if self._form.norm_before_residual else features) + self._linear(
             f"{layer}self_attn.o_proj", attended
         )

@@ -11,10 +11,9 @@ import torch
 from models.eagle3_files import (
     DRAFT_VOCAB,
     FORMATS,
-    HEAD_DIM,
-    KV_HEADS,
     LAYERS,
     VOCAB,
+    Format,
     PlainHead,
     make_tensors,
     read_config_file,
@@ -53,7 +52,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BuiltEngine,
     return folder, build_engine(folder, settings), reference
 
 
-def load_head(target: tuple[Path, BuiltEngine, Any], folder: Path) -> Eagle3Head:
+def load_head(target: tuple[Path, BuiltEngine, Any], folder: Path, form: Format | None = None) -> Eagle3Head:
     shape = family_of(read_hf_config(target[0]), "target").shape
     checkpoint = Eagle3Checkpoint(read_hf_config(folder), folder, shape)
     default = torch.get_default_dtype()
@@ -65,16 +64,16 @@ def load_head(target: tuple[Path, BuiltEngine, Any], folder: Path) -> Eagle3Head
     checkpoint.load(head, lambda done, total: None)
     with torch.no_grad():
         head.pack()
-    assert checkpoint.kv_group == KvGroup(1, KV_HEADS, HEAD_DIM)
+    assert form is None or checkpoint.kv_group == form.kv_group
     return head
 
 
 class Paged:
     """Runs the target model and a head over one sequence, through paged KV with blocks in odd places."""
 
-    def __init__(self, built: BuiltEngine, head: Eagle3Head) -> None:
+    def __init__(self, built: BuiltEngine, head: Eagle3Head, group: KvGroup) -> None:
         self._model, self._head = built.model, head
-        self._kv = DeviceKv(built.layout, 16, CPU, draft=KvGroup(1, KV_HEADS, HEAD_DIM))
+        self._kv = DeviceKv(built.layout, 16, CPU, draft=group)
         self._kv.blocks.fill_(float("nan"))
         assert self._kv.draft is not None
         self._kv.draft.all_pages.fill_(float("nan"))
@@ -110,7 +109,7 @@ def test_drafts_of_each_format_are_those_of_the_plain_reference(
     tensors = make_tensors(form)
     write_head(tmp_path, form, tensors)
     _folder, built, reference = target
-    head = load_head(target, tmp_path)
+    head = load_head(target, tmp_path, form)
     token_ids = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         hidden = reference(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
@@ -119,7 +118,7 @@ def test_drafts_of_each_format_are_those_of_the_plain_reference(
         expected, expected_logits = plain.draft(
             token_ids, features, NUM_DRAFTS, lambda logits, position: int(logits.argmax())
         )
-    paged = Paged(built, head)
+    paged = Paged(built, head, form.kv_group)
     for start in range(0, 39, 13):  # as a prompt in three parts
         out = paged.step(token_ids[start : start + 13], start, token_ids[start + 13])[-1:]
     drafts, found_logits = [], []
@@ -189,8 +188,13 @@ BAD_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no features": ("specforge", {"eagle_config": {"use_aux_hidden_state": False}}, r"use_aux_hidden_state"),
     "flag of another type": ("specforge", {"norm_output": "yes"}, r"'norm_output' must be bool"),
     "quantised": ("specforge", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config"),
-    "MLA": ("specforge", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, r"Eagle3DeepseekV2ForCausalLM.*MLA"),
-    "MLA of V3": ("specforge", {"architectures": ["Eagle3DeepseekV3ForCausalLM"]}, r"Eagle3DeepseekV3ForCausalLM"),
+    "layer type": ("vllm, MLA", {"model_type": "mamba"}, r"model_type 'mamba'.*deepseek_v3"),
+    "no latent": ("vllm, MLA", {"kv_lora_rank": None}, r"'kv_lora_rank'"),
+    "latent of another type": ("vllm, MLA", {"v_head_dim": "10"}, r"'v_head_dim' must be int"),
+    "odd rotation": ("vllm, MLA", {"qk_rope_head_dim": 7}, r"qk_rope_head_dim 7 is odd"),
+    "heads of k and v": ("vllm, MLA", {"num_key_value_heads": 2}, r"num_key_value_heads is 2"),
+    "sparse attention": ("vllm, MLA", {"index_topk": 64}, r"\(index_topk\)"),
+    "MLA for another model": ("vllm, MLA", {"vocab_size": 200}, r"vocab_size is 200"),
     "a whole model": ("eagle", {"draft_vocab_size": None}, r"no EAGLE-3 draft head"),
     "another drafter": ("speculators", {"speculators_model_type": "dflash"}, r"'dflash'"),
     "no layer": ("speculators", {"transformer_layer_config": None}, r"transformer_layer_config"),
@@ -226,6 +230,26 @@ BAD_TENSORS: dict[str, tuple[Mapping[str, Tensor], str]] = {
     "d2t of another type": ({**T, "d2t": T["d2t"].double()}, r"'d2t' is F64"),
     "t2d of another vocabulary": ({**T, "t2d": torch.zeros(200, dtype=torch.bool)}, r"'t2d' is \(200,\)"),
 }  # fmt: skip
+
+
+MLA = make_tensors(FORMATS["vllm, MLA"])
+LATENT = "layers.0.self_attn.kv_a_proj_with_mqa.weight"
+BAD_LATENTS: dict[str, tuple[Mapping[str, Tensor], str]] = {
+    "missing": (without(MLA, LATENT), r"1 missing, first .*self_attn.kv_a_proj_with_mqa.weight"),
+    "of one input": ({**MLA, LATENT: torch.zeros(48, 72)}, r"kv_a_proj_with_mqa.weight' is \(48, 72\)"),
+    "of another rank": ({**MLA, LATENT: torch.zeros(40, 144)}, r"kv_a_proj_with_mqa.weight' is \(40, 144\)"),
+    "of GQA": ({**MLA, "layers.0.self_attn.k_proj.weight": torch.zeros(32, 144)}, r"unexpected, first .*k_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LATENTS)
+def test_latent_weights_that_do_not_fit_are_refused_by_the_tensor(
+    name: str, target: tuple[Path, BuiltEngine, Any], tmp_path: Path
+) -> None:
+    tensors, named = BAD_LATENTS[name]
+    write_head(tmp_path, FORMATS["vllm, MLA"], tensors)
+    with pytest.raises(ModelFilesError, match=named):
+        load_head(target, tmp_path)
 
 
 @pytest.mark.parametrize("name", BAD_TENSORS)

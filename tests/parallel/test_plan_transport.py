@@ -6,19 +6,46 @@ import os
 import random
 import socket
 import threading
+import time
 
 import pytest
 import torch
 
-from stoker.base.ids import BlockId, Row
+from stoker.base.ids import BlockId, BlockKey, Row
+from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LocalLoad, OfferedBlock
 from stoker.parallel.collectives import ExchangeFailed
+from stoker.parallel.frame_fields import FrameError
 from stoker.parallel.gloo import GlooCollectives, GlooWorld
-from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
+from stoker.parallel.kv_frame import KvHint, KvUpdate, LeaseChange
+from stoker.parallel.plan_frame import Frame, RankCommand, decode, digest_of, encode
+from stoker.parallel.plan_transport import PlansStuck
 from stoker.parallel.rank_link import Kind, LinkMessage
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
-from stoker.parallel.ring import RingFiles, RingFull, RingReader, RingWriter
+from stoker.parallel.ring import RingFiles, RingReader, RingWriter
 from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
 from stoker.sched.request import GrammarSpec, InputGrammar, SamplingParams, TextGrammar
+
+
+def random_load(rng: random.Random, number: int) -> KvLoad:
+    keys = [BlockKey(rng.randbytes(16)) for _ in range(rng.randint(0, 3))]
+    blocks = [BlockId(rng.randrange(99)) for _ in keys]
+    ticket = rng.choice([None, KvTicket("engine", "[::1]:7", "lease", 41, 2.5)])
+    local = [LocalLoad(1, 2, keys, blocks)] * rng.randint(0, 2)
+    return KvLoad(number, rng.randrange(9), keys, blocks, rng.randrange(3), ticket, local)
+
+
+def random_update(rng: random.Random) -> KvUpdate:
+    def name() -> BlockName:
+        salt = rng.choice([None, "", "sälz"])
+        return BlockName(BlockKey(rng.randbytes(16)), BlockKey(rng.randbytes(16)), (1, 2, rng.randrange(1 << 20)), salt)
+
+    load = random_load(rng, 0)
+    return KvUpdate(
+        [OfferedBlock(name(), BlockId(rng.randrange(99)), rng.randrange(3)) for _ in range(rng.randint(0, 2))],
+        [LeaseChange("lease ü", 1, 2, load.keys, load.blocks, [name()], 3, rng.random() < 0.5)] * rng.randint(0, 2),
+        ["a", "b"][: rng.randint(0, 2)],
+        [KvHint([1, 2], "salt", load.ticket)] * rng.randint(0, 2),
+    )
 
 
 def random_plan(rng: random.Random) -> StepPlan:
@@ -29,7 +56,10 @@ def random_plan(rng: random.Random) -> StepPlan:
         Span(Row(i), rng.randrange(99), rng.randint(1, 4), rng.random() < 0.5, rng.randrange(3), rng.randrange(2))
         for i in range(rng.randint(0, 4))
     ]
-    inputs = (InputGrammar("<call>", TextGrammar("lark", 'start: "ä"')), InputGrammar("[", TextGrammar("regex", "a+")))
+    inputs = (
+        InputGrammar("<call>", '{"input": "', '"', TextGrammar("lark", 'start: "ä"')),
+        InputGrammar("[", "<value>", "</value>", TextGrammar("regex", "a+")),
+    )
     grammar = rng.choice(
         [
             None,
@@ -55,7 +85,7 @@ def random_plan(rng: random.Random) -> StepPlan:
         [BlockTableChange(Row(2), 3, [BlockId(block) for block in numbers()], rng.randrange(3))],
         [BlockCopy(BlockId(1), BlockId(2), rng.randrange(3))] * rng.randint(0, 2),
         [[BlockId(block) for block in numbers()] for _ in range(rng.randint(0, 3))],
-        [],
+        [random_load(rng, number) for number in range(rng.randint(0, 2))],
         [TapeUpload(Row(3), 4, numbers())] * rng.randint(0, 2),
         rng.randrange(5),
     )
@@ -66,13 +96,18 @@ def test_a_plan_survives_as_bytes() -> None:
     for step in range(200):
         frame = Frame(RankCommand.STEP, step, random_plan(rng))
         assert decode(encode(frame)) == frame
+        update = Frame(RankCommand.KV, step, update=random_update(rng))
+        assert decode(encode(update)) == update
     assert decode(encode(Frame(RankCommand.FINISH, 7))) == Frame(RankCommand.FINISH, 7)
 
 
 def test_damaged_plans_are_refused_and_nothing_else_happens() -> None:
     rng, refused = random.Random(1), 0
     for _ in range(2000):
-        data = bytearray(encode(Frame(RankCommand.STEP, 1, random_plan(rng))))
+        frame = Frame(RankCommand.STEP, 1, random_plan(rng))
+        if rng.random() < 0.5:
+            frame = Frame(RankCommand.KV, 1, update=random_update(rng))
+        data = bytearray(encode(frame))
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         if rng.random() < 0.3:
@@ -114,7 +149,7 @@ def test_a_reader_that_stops_does_not_block_the_writer_for_ever() -> None:
     reader = RingReader(files.memory, files.events[0], 0, 1)
     assert reader.receive(0.01) is None
     writer.send(bytes(200))
-    with pytest.raises(RingFull, match="reader 0 has not read 1,000 bytes"):
+    with pytest.raises(PlansStuck, match="reader 0 has not read 1,000 bytes"):
         writer.send(bytes(2000))
     assert reader.receive(0.01) == bytes(200)
     files.close()
@@ -161,8 +196,7 @@ def test_other_digests_name_the_rank_and_the_step(first: str) -> None:
     assert watch.verdict.startswith("rank 2 has diverged: in step 2 it sampled other tokens than rank 0")
 
 
-def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed() -> None:
-    """As when another rank hangs: its connection stays open."""
+def gloo_pair() -> dict[int, GlooCollectives]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     groups: dict[int, GlooCollectives] = {}
@@ -176,9 +210,36 @@ def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
+    return groups
+
+
+@pytest.mark.parametrize("how", ["gather", "receive"])
+def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed(how: str) -> None:
+    """As when another rank hangs: its connection stays open."""
+    groups = gloo_pair()
     closing = threading.Timer(0.5, groups[0].close)
     closing.start()
     with pytest.raises(ExchangeFailed):
-        groups[0].gather(torch.ones(3))
+        _ = groups[0].gather(torch.ones(3)) if how == "gather" else groups[0].receive(torch.ones(3), 1)
     closing.join()
     groups[1].close()
+
+
+def test_a_rank_waits_for_a_slow_one() -> None:
+    """A step may take minutes. Longer than a rank waits at once, so that it looks whether its group was closed."""
+    groups, got = gloo_pair(), torch.zeros(3)
+
+    def be_slow() -> None:
+        time.sleep(1.2)
+        groups[1].send(torch.ones(3), 0).wait()
+        time.sleep(0.8)
+        groups[1].gather(torch.ones(3))
+
+    slow = threading.Thread(target=be_slow)
+    slow.start()
+    groups[0].receive(got, 1)
+    assert got.tolist() == [1.0, 1.0, 1.0]
+    assert len(groups[0].gather(got)) == 2
+    slow.join(60)
+    for group in groups.values():
+        group.close()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 from torch import Tensor
 
 from stoker.base.config import EngineSettings
 from stoker.engine.memory import ResolvedSettings
-from stoker.engine.part import EnginePart, ModelSource, build_part
+from stoker.engine.part import EnginePart, ModelSource, build_part, identity_of, tier_share
 from stoker.engine.ranks.absent_grammars import AbsentGrammars
-from stoker.engine.ranks.commands import RankedRunner, RankLoop
+from stoker.engine.ranks.commands import RankCommands, RankedRunner, RankLoop
 from stoker.engine.ranks.place import RankPlace, find_place
+from stoker.engine.ranks.rank_kv import KV_REPORTS, RankKv
+from stoker.engine.ranks.rank_kv_part import RankKvPart
 from stoker.engine.runner import Runner, StepRunner
 from stoker.models.family import ModelFamily
 from stoker.parallel.collectives import Collectives
@@ -34,6 +37,8 @@ class OwnNumber:
 class VirtualRanks:
     def __init__(self) -> None:
         self.parts: dict[int, EnginePart] = {}
+        self.kv_parts: dict[int, RankKvPart] = {}
+        self._kv: RankKv | None = None
         self._queues: dict[int, queue.SimpleQueue[bytes | None]] = {}
         self._threads: list[threading.Thread] = []
         self._places: dict[int, RankPlace] = {}
@@ -41,7 +46,12 @@ class VirtualRanks:
         self._lock = threading.Lock()
 
     def connect(
-        self, source: ModelSource, family: ModelFamily, settings: EngineSettings, resolved: ResolvedSettings
+        self,
+        source: ModelSource,
+        family: ModelFamily,
+        settings: EngineSettings,
+        resolved: ResolvedSettings,
+        engine_id: str,
     ) -> RankPlace:
         num_ranks = resolved.layout.num_ranks
         self._world = ThreadWorld(num_ranks)
@@ -53,33 +63,61 @@ class VirtualRanks:
 
             self._places[rank] = find_place(rank, family, resolved, make_group, OwnNumber())  # type: ignore[arg-type]
         self._build = lambda place: build_part(family, source, settings, resolved, place, AbsentGrammars())
+
+        def make_kv(rank: int) -> RankKvPart:
+            part = self.parts[rank]
+            options = (identity_of(family, source, part), rank, engine_id, tier_share(family, part))
+            return RankKvPart(settings, part.kv, *options, lambda message: self._report(rank, message))
+
+        self._make_kv = make_kv
         return self._places[0]
 
     def drive(self, runner: Runner) -> StepRunner:
         for rank, place in self._places.items():
             if rank:
                 self.parts[rank] = self._build(place)
+                self.kv_parts[rank] = self._make_kv(rank)
                 self._queues[rank] = queue.SimpleQueue()
                 self._threads.append(threading.Thread(target=self._run, args=(rank, place), daemon=True))
         for thread in self._threads:
             thread.start()
-        return RankedRunner(runner, self, is_deferred=self._places[0].stages.is_deferred)
+        self._commands = RankCommands(self)
+        return RankedRunner(runner, self._commands, is_deferred=self._places[0].stages.is_deferred)
+
+    def other_kv(self, wake: Callable[[], None]) -> RankKv:
+        self._kv = RankKv(self._commands, len(self.parts), wake)
+        return self._kv
+
+    @property
+    def kv_addresses(self) -> list[str]:
+        return [kv.server.address for kv in self.kv_parts.values() if kv.server is not None]
+
+    def _report(self, rank: int, message: LinkMessage) -> None:
+        with self._lock:
+            self._watch.received(rank, message, time.monotonic())
+        if message.kind in KV_REPORTS:
+            assert self._kv is not None
+            self._kv.received(rank, message)
 
     def _run(self, rank: int, place: RankPlace) -> None:
         def report(kind: Kind, step: int, digest: int) -> None:
-            with self._lock:
-                self._watch.received(rank, LinkMessage(kind, step, digest), time.monotonic())
+            self._report(rank, LinkMessage(kind, step, digest))
 
         stages = place.stages
-        loop = RankLoop(
-            self.parts[rank].runner, report, samples=stages.is_first, deferred=stages.is_deferred, steps_ahead=0
-        )
+        options = {"samples": stages.is_first, "deferred": stages.is_deferred}
+        loop = RankLoop(self.parts[rank].runner, self.kv_parts[rank], report, **options, steps_ahead=0)
         try:
-            while (frame := self._queues[rank].get()) is not None:
+            while True:
+                try:
+                    frame = self._queues[rank].get(timeout=0.01)
+                except queue.Empty:
+                    loop.finish()
+                    continue
+                if frame is None:
+                    return
                 loop.execute(frame)
         except Exception as error:
-            with self._lock:
-                self._watch.received(rank, LinkMessage(Kind.FAILED, text=repr(error)), time.monotonic())
+            self._report(rank, LinkMessage(Kind.FAILED, text=repr(error)))
             self._world.close()
 
     def check(self) -> None:
@@ -99,6 +137,9 @@ class VirtualRanks:
         with self._lock:
             return RankLost(self._watch.verdict or str(error))
 
+    def dismiss(self) -> None:
+        pass
+
     def close(self) -> None:
         for one in self._queues.values():
             one.put(None)
@@ -106,3 +147,5 @@ class VirtualRanks:
             for thread in self._threads:
                 thread.join(10.0)
         self._world.close()
+        for kv in self.kv_parts.values():
+            kv.close()

@@ -56,7 +56,7 @@ def test_a_registration_is_the_worker_info_with_its_url() -> None:
     )
     word = WorkerRegistration(url="http://x:1", **msgspec.structs.asdict(info))
     fields = msgspec.json.decode(msgspec.json.encode(word))
-    assert fields == msgspec.to_builtins(info) | {"url": "http://x:1"}
+    assert fields == msgspec.to_builtins(info) | {"url": "http://x:1", "moving": False}
     assert msgspec.json.decode(msgspec.json.encode(word), type=WorkerInfo) == info, (
         "a newer worker's fields are passed over"
     )

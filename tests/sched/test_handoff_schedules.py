@@ -87,6 +87,7 @@ class Worker:
             self.loads += plan.loads
         while self.launched and (plan is None or len(self.launched) > self.steps_ahead):
             self.take(self.scheduler.commit(self.launched.popleft()))
+        self.take(self.scheduler.end_leaving())
         for offered in self.scheduler.take_offers():
             self.store[offered.kv_set, offered.name.key] = self.device.read(offered.block, offered.kv_set)
             self.scheduler.end_offers([offered])
@@ -200,6 +201,105 @@ def test_any_handoff_gives_the_tokens_of_a_single_worker(seed: int, local: bool)
             assert answer == expected[: len(answer)]
         else:
             assert answer == expected
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_any_move_gives_the_tokens_of_a_single_worker(seed: int, local: bool) -> None:
+    """Sequences move between two workers at any moment: while they wait, load, prefill or decode, any number of times."""
+    print("seed", seed)
+    rng = random.Random(f"move {seed}")
+    block_tokens = rng.choice([1, 2, 4, 16])
+    num_blocks = rng.choice([max(4, 16 // block_tokens), max(5, 64 // block_tokens), 400 // block_tokens])
+    reaches = random_reaches(random.Random(f"reaches {seed}")) if local else []
+    stores: list[dict[tuple[int, BlockKey], list[int | None]]] = [{}, {}]  # not shared, so that blocks must be pulled
+    peers = {name: Worker(rng, block_tokens, num_blocks, stores[i], name, reaches) for i, name in enumerate("AB")}
+    shared = [rng.randrange(VOCAB) for _ in range(60)]
+    kv_tokens = (num_blocks - 1) * block_tokens
+    requests = {
+        request.request_id: replace(request, deadline_s=None)
+        for request in (random_request(rng, i, kv_tokens, shared) for i in range(rng.randint(1, 12)))
+    }
+    place = {request_id: rng.choice("AB") for request_id in requests}
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
+    to_come, now, num_moves = deque(requests.values()), 0.0, 0
+    while to_come or any(worker.scheduler.has_work for worker in peers.values()):
+        now += 1
+        while to_come and rng.random() < 0.4:
+            request = to_come.popleft()
+            peers[place[request.request_id]].add(request)
+        if rng.random() < 0.3 and num_moves < 40:
+            request_id = RequestId(rng.choice(list(requests)))
+            worker = peers[place[request_id]]
+            worker.take(worker.scheduler.hand_off(request_id, f"move-{num_moves}"))
+            num_moves += 1
+        for worker in peers.values():
+            worker.step(now, peers)
+        for name, worker in peers.items():
+            for request_id, last in list(worker.finishes.items()):
+                if last.finish is not None and last.finish.reason == "handoff":
+                    del worker.finishes[request_id]
+                    tokens[request_id] += worker.answers.pop(request_id)
+                    other = peers["B" if name == "A" else "A"]
+                    place[request_id] = other.name
+                    ticket = rng.choice([last.ticket, last.ticket, last.ticket, None])
+                    request = requests[request_id]
+                    moved = replace(request, token_ids=request.token_ids + tokens[request_id], ticket=ticket)
+                    other.add(moved)
+        assert now < 50_000, "no end in sight"
+
+    for worker in peers.values():
+        worker.step(now + 2 * LEASE_S, peers)
+        worker.step(now + 4 * LEASE_S, peers)
+        assert all(pool.num_free == pool.num_blocks for pool in (worker.pool, *worker.local_pools)), worker.name
+        assert worker.scheduler.num_held == 0
+    for request_id, request in requests.items():
+        answer = tokens[request_id] + peers[place[request_id]].answers[request_id]
+        assert answer == lone_run(request)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_a_moved_sequence_is_computed_once(num_steps: int) -> None:
+    """Whether it has not begun, is in its prompt, or decodes."""
+    source, target = a_worker(), a_worker()
+    source.scheduler = Scheduler(SchedulerConfig(4, 8, 8, "fake", LeaseTerms("W", "there", LEASE_S)), source.pool)
+    source.add(a_request(14))
+    for _ in range(num_steps):
+        source.step(0.0, {})
+    source.take(source.scheduler.hand_off(RequestId("r"), "l"))
+    source.step(0.0, {})
+    last = source.finishes["r"]
+    assert last.finish is not None
+    assert last.finish.reason == "handoff"
+    target.add(a_request(14, token_ids=[*range(14), *source.answers["r"]], ticket=last.ticket))
+    while target.scheduler.has_work:
+        target.step(0.0, {"W": source})
+    assert source.answers["r"] + target.answers["r"] == lone_run(a_request(14))
+    computed = source.scheduler.counters.computed_tokens + target.scheduler.counters.computed_tokens
+    assert computed == 14 + 7  # the last of the 8 tokens needs no KV
+    source.step(LEASE_S, {})
+    assert source.pool.num_free == 32
+
+
+def test_a_sequence_that_has_not_begun_takes_its_ticket_along() -> None:
+    worker, ticket = a_worker(), KvTicket("other", "there", "l", 10, LEASE_S)
+    worker.add(a_request(10, ticket=ticket))
+    worker.take(worker.scheduler.hand_off(RequestId("r"), "unused"))
+    assert worker.finishes["r"].ticket == ticket
+    assert not worker.scheduler.has_work
+
+
+def test_an_engine_without_a_kv_server_moves_a_sequence_without_its_kv() -> None:
+    scheduler = Scheduler(SchedulerConfig(4, 128, 8, "fake"), BlockPool(8))
+    device = FakeDevice(8, 4, 8)
+    scheduler.add(a_request(10))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(device.run(plan))
+    (last,) = scheduler.hand_off(RequestId("r"), "l")
+    assert last.finish is not None
+    assert last.finish.reason == "handoff"
+    assert last.ticket is None
 
 
 def a_request(num_tokens: int, **fields: object) -> GenerateRequest:

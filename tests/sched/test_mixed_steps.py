@@ -46,6 +46,15 @@ def test_the_fit_finds_the_costs_of_a_linear_device(costs: StepCosts) -> None:
         assert time_of(found, num_tokens, num_rows) == pytest.approx(time_of(costs, num_tokens, num_rows), rel=0.03)
 
 
+def test_the_fit_tells_guesses_from_the_rest_of_a_step() -> None:
+    step_size = measured(GPU, 0.1)
+    for num_guesses in (0, 3, 5):
+        for _ in range(3):
+            step_size.record(40, 8, time_of(GPU, 40, 8) + num_guesses * 1e-3, num_guesses)
+    assert step_size.costs.guess_s == pytest.approx(1e-3, rel=0.1)
+    assert step_size.costs.fixed_s == pytest.approx(GPU.fixed_s, rel=0.1)
+
+
 def test_without_measurements_all_costs_are_zero() -> None:
     for step_s in (0.0, -1.0, math.nan, math.inf, 5e-324, 1e308):  # not measured, or a clock that jumped
         times = StepTimes()

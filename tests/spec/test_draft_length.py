@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from stoker.sched.draft_tape import MAX_DRAFTS
+from stoker.sched.draft_tape import MAX_DRAFTS, MAX_GUESSES, MODEL_GUESSES
 from stoker.sched.step_costs import StepCosts
-from stoker.spec.draft_length import DraftChance, draft_lengths, least_chance
+from stoker.spec.draft_length import DraftChance, draft_lengths, guess_count, least_chance
 
 MEMORY_BOUND = StepCosts(fixed_s=4e-3, token_s=24e-6, row_s=0.0)  # a large GPU at a small batch
 COMPUTE_BOUND = StepCosts(fixed_s=0.0, token_s=1e-3, row_s=0.0)
@@ -59,3 +59,19 @@ def test_the_budget_is_kept(budget: int) -> None:
     lengths = draft_lengths([DraftChance(0.9, 9)] * 3, 3, budget, MEMORY_BOUND)
     assert sum(lengths) <= budget
     assert max(lengths) - min(lengths) <= 1
+
+
+def test_guesses_that_never_pay_are_not_made() -> None:
+    dear = MEMORY_BOUND._replace(guess_s=4e-3)  # as long as a step
+    assert guess_count([0.5], 1, dear) == 0
+    assert guess_count([0.0] * 8, 8, MEMORY_BOUND) == 0
+    assert guess_count([0.9] * 8, 8, COMPUTE_BOUND) == 0
+    assert guess_count([], 8, MEMORY_BOUND) == 0
+    assert guess_count([0.9], 1, StepCosts()) == MODEL_GUESSES, "nothing was measured"
+
+
+def test_more_guesses_are_made_where_they_are_right_more_often() -> None:
+    costs = MEMORY_BOUND._replace(guess_s=2e-4)
+    counts = [guess_count([rate] * 8, 8, costs) for rate in (0.1, 0.4, 0.7, 0.95)]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[1] < counts[2] < counts[3] == MAX_GUESSES

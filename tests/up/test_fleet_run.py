@@ -15,6 +15,7 @@ from waiting import until
 
 from stoker.cli.serving import listen
 from stoker.up.config import UpConfig
+from stoker.up.placement.local import LocalPlacement
 from stoker.up.plan import FleetPart, FleetPlan, Listening, PartKind
 from stoker.up.run import FleetFailed, SupervisedFleet
 from stoker.up.state import RunDir, living_fleets, open_run_dir
@@ -55,7 +56,7 @@ def fleet_of(
         admin_token="",
         admin_token_file=tmp_path / "token",
         secret_file=tmp_path / "secret",
-        environment=os.environ,
+        placement=LocalPlacement(os.environ),
         terminal=terminal,
         on_stopped=lambda: None,
     )

@@ -57,6 +57,7 @@ class Script:
     accepted_draft_tokens: int = 0
     overloaded: bool = False
     let_go: threading.Event | None = None  # chunks after the first one wait for it
+    holds_first: bool = False  # the first one too
 
 
 @dataclass
@@ -83,6 +84,7 @@ class FakeService:
     stopped: bool = False
     prefetched: list[Prefetch] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)  # requests that end with a hand-off, and their leases
 
     def __post_init__(self) -> None:
         self.info = EngineInfo(
@@ -124,6 +126,9 @@ class FakeService:
     def prefetch(self, hint: Prefetch) -> None:
         self.prefetched.append(hint)
 
+    def hand_off(self, request_id: str, lease_id: str) -> None:
+        self.moved[request_id] = lease_id
+
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[FakeChunks]:
         if self.script.overloaded or not self.ready:
@@ -157,10 +162,16 @@ class FakeService:
         while True:
             for cut in cuts:
                 await asyncio.sleep(script.delay_s)
-                if number and script.let_go is not None:
+                if (number or script.holds_first) and script.let_go is not None:
                     await asyncio.to_thread(script.let_go.wait, 120)
                 if script.dies_after is not None and number >= script.dies_after:
                     raise EngineDied("The engine process ended (exit code -9).")
+                if (lease_id := self.moved.get(request.request_id)) is not None:
+                    ended.append(True)
+                    held = KvTicket(ENGINE_ID, KV_ADDRESS, lease_id, request.num_prompt + done, 30.0) if done else None
+                    usage = TokenUsage(request.num_prompt, script.cached_tokens, done) if done else None
+                    yield TokenChunk(request.request_id, [], usage, None, Finish("handoff"), held)
+                    return
                 number += 1
                 done += len(cut)
                 drafts = (number * script.draft_tokens, number * script.accepted_draft_tokens)

@@ -86,6 +86,7 @@ def test_a_forced_call_is_drafted_by_its_grammar(servers: list[RealServer]) -> N
     metrics = servers[0].metrics()
     assert metrics['stoker_accepted_draft_tokens_total{source="grammar"}'] > 0
     assert metrics['stoker_draft_accepted_length{source="grammar"}'] > 1
+    assert metrics["stoker_draft_speedup"] > 0
     assert metrics['stoker_output_accepted_draft_tokens_total{kind="tool_call"}'] > 0
 
 

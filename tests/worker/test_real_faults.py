@@ -160,6 +160,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(own: RealServer)
     lone = own.complete("Once", max_tokens=300, seed=5, ignore_eos=True).text
     stream = own.stream(COMPLETIONS, {"prompt": "Once", "max_tokens": 300, "seed": 5, "ignore_eos": True})
     wait_for(lambda: len(stream.events) > 5)
+    os.kill(engine, signal.SIGTERM)  # systemd and Slurm signal all processes of a service
     with stopped(engine):  # running requests do not end before the new one is refused
         own.process.send_signal(signal.SIGTERM)
         wait_for(lambda: own.send("/health").json["draining"])

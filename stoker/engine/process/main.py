@@ -33,6 +33,7 @@ from stoker.proto.messages import (
     Cancel,
     Chunks,
     EngineArguments,
+    HandOff,
     KvEvents,
     LoadProgress,
     Prefetch,
@@ -128,6 +129,8 @@ class EngineLoop:
             self._idle_tasks.interrupt()
             for message in messages:
                 if isinstance(message, Shutdown):
+                    if message.is_final:
+                        self._built.ranks.dismiss()
                     return
                 self._handle(message)
             chunks = self._engine.step()
@@ -158,6 +161,8 @@ class EngineLoop:
                 self._built.store.prefetch(token_ids, salt, ticket)
             case Release(lease_id=lease_id):
                 self._engine.release_lease(lease_id)
+            case HandOff(request_id=request_id, lease_id=lease_id):
+                self._hand_off(request_id, lease_id)
 
     def _add(self, request: GenerateRequest) -> None:
         if self._first_token is not None:
@@ -198,6 +203,12 @@ class EngineLoop:
             self._stop_waiting_for_grammar(request)
         self._open_grammars.pop(request_id, None)
         self._engine.cancel(request_id)
+
+    def _hand_off(self, request_id: RequestId, lease_id: str) -> None:
+        for request in self._take_preparing([request_id]):
+            self._stop_waiting_for_grammar(request)
+            self._engine.hand_back(request)
+        self._engine.hand_off(request_id, lease_id)
 
     def _stop_waiting_for_grammar(self, request: GenerateRequest) -> None:
         """Cancel the compilation of a grammar that no request waits for, if it has not started."""

@@ -8,7 +8,7 @@ from stoker.base import log as logs
 from stoker.engine.build import BuiltEngine
 from stoker.engine.gpu_memory import TOLERANCE_BYTES, MemoryLine
 from stoker.kv.store.measured_tier import MeasuredTier
-from stoker.proto.messages import DraftReport, EngineInfo, EngineStats, TierReport
+from stoker.proto.messages import DraftReport, EngineInfo, EngineStats, PoolReport, TierReport
 from stoker.spec.draft_counts import DraftCounts
 
 log = logs.EventLog("engine")
@@ -29,7 +29,7 @@ def engine_info(built: BuiltEngine) -> EngineInfo:
         load_s=built.load_s,
         engine_id=built.engine_id,
         kv_address=built.server.address if built.server is not None else None,
-        stores=_shared_stores(built.fingerprint, built.store.tiers),
+        stores=_shared_stores(built),
     )
 
 
@@ -63,8 +63,19 @@ def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
         loaded_tokens=counters.loaded_tokens,
         pulled_tokens=counters.pulled_tokens,
         failed_loads=counters.failed_loads,
+        local_pools=[
+            PoolReport(
+                name=pool.reach.name,
+                num_blocks=pool.num_blocks,
+                free_blocks=pool.num_free,
+                cached_blocks=pool.num_named,
+            )
+            for pool in built.local_pools
+        ],
         tiers=[_tier_report(built, tier) for tier in (*built.store.tiers, *built.store.local_tiers)],
         drafts=draft_reports(built.draft_counts),
+        draft_step_s=counters.draft_step_s,
+        undrafted_s=counters.undrafted_s,
     )
 
 
@@ -99,11 +110,14 @@ def _tier_report(built: BuiltEngine, tier: MeasuredTier) -> TierReport:
     )
 
 
-def _shared_stores(fingerprint: str, tiers: Sequence[MeasuredTier]) -> dict[str, str]:
-    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks."""
+def _shared_stores(built: BuiltEngine) -> dict[str, str]:
+    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks: they
+    have the same model, split in the same way."""
+    layout = built.settings.layout
+    owner = built.fingerprint if layout.num_ranks == 1 else f"{built.fingerprint} {layout}"
     return {
-        tier.backend.medium: f"{fingerprint}@{tier.name}:{tier.backend.shared_location}"
-        for tier in tiers
+        tier.backend.medium: f"{owner}@{tier.name}:{tier.backend.shared_location}"
+        for tier in built.store.tiers
         if tier.backend.shared_location is not None
     }
 

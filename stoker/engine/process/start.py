@@ -39,8 +39,10 @@ class StartArguments:
 
 def main() -> None:
     """Run the engine process."""
-    # Ctrl-C reaches the whole process group. The server decides when the engine ends.
+    # Ctrl-C reaches the whole process group, and systemd and Slurm signal all processes of a service. The server decides when
+    # the engine ends: it finishes the running requests first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     options = _parse_options()
     pipe = EngineEnd(socket.socket(fileno=options.pipe))

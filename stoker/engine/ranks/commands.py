@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from stoker.engine.runner import PendingStep, Runner
+from stoker.kv.blocks.transfer import KvLoad
 from stoker.parallel.collectives import ExchangeFailed
-from stoker.parallel.plan_frame import Frame, FrameError, RankCommand, decode, digest_of, encode
+from stoker.parallel.frame_fields import FrameError
+from stoker.parallel.kv_frame import KvUpdate
+from stoker.parallel.plan_frame import Frame, RankCommand, decode, digest_of, encode
 from stoker.parallel.rank_link import Kind
 from stoker.sched.plan import StepPlan, StepResult
 
@@ -27,6 +30,23 @@ class Ranks(Protocol):
 
     def explain(self, error: Exception) -> Exception:
         """Return why an exchange with the ranks failed. The error itself only says that a connection ended."""
+
+
+class RankCommands:
+    """Sends commands to all ranks, on the engine's thread, and sets what they should report."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._number = 0
+
+    def send(self, command: RankCommand, plan: StepPlan | None = None, update: KvUpdate | None = None) -> int:
+        """Send a command, and return its number."""
+        self.ranks.check()
+        self._number += 1
+        frame = encode(Frame(command, self._number, plan, update))
+        self.ranks.expect(Kind.RECEIVED, self._number, digest_of(frame))
+        self.ranks.send(frame)
+        return self._number
 
 
 class RankedStep:
@@ -57,14 +77,14 @@ class RankedStep:
 class RankedRunner:
     """Rank 0's runner: every command goes to all ranks first."""
 
-    def __init__(self, runner: Runner, ranks: Ranks, is_deferred: bool) -> None:
+    def __init__(self, runner: Runner, commands: RankCommands, is_deferred: bool) -> None:
         """`is_deferred`: sampling waits for later stages, so that its place in the order of the commands is not fixed."""
-        self._runner, self._ranks, self._is_deferred = runner, ranks, is_deferred
-        self._number = 0
+        self._runner, self._commands, self._is_deferred = runner, commands, is_deferred
+        self._ranks = commands.ranks
 
     def launch(self, plan: StepPlan) -> RankedStep:
         """Start a plan on all ranks."""
-        number = self._send(RankCommand.STEP, plan)
+        number = self._commands.send(RankCommand.STEP, plan)
         try:
             pending = self._runner.launch(plan)
         except ExchangeFailed as error:
@@ -72,27 +92,31 @@ class RankedRunner:
         return RankedStep(pending, number, self._ranks, self._send_finish if self._is_deferred else None)
 
     def warm_up(self) -> None:
-        self._send(RankCommand.WARM_UP)
+        self._commands.send(RankCommand.WARM_UP)
         self._runner.warm_up()
 
     def capture_next(self) -> bool:
-        self._send(RankCommand.CAPTURE_NEXT)
+        self._commands.send(RankCommand.CAPTURE_NEXT)
         return self._runner.capture_next()
 
     def capture_all(self) -> None:
-        self._send(RankCommand.CAPTURE_ALL)
+        self._commands.send(RankCommand.CAPTURE_ALL)
         self._runner.capture_all()
 
     def _send_finish(self) -> None:
-        self._send(RankCommand.FINISH)
+        self._commands.send(RankCommand.FINISH)
 
-    def _send(self, command: RankCommand, plan: StepPlan | None = None) -> int:
-        self._ranks.check()
-        self._number += 1
-        frame = encode(Frame(command, self._number, plan))
-        self._ranks.expect(Kind.RECEIVED, self._number, digest_of(frame))
-        self._ranks.send(frame)
-        return self._number
+
+class KvPart(Protocol):
+    """What a rank does with KV (RankKvPart)."""
+
+    def start_loads(self, loads: Iterable[KvLoad]) -> None: ...
+
+    def apply(self, update: KvUpdate) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RankLoop:
@@ -101,6 +125,7 @@ class RankLoop:
     def __init__(
         self,
         runner: Runner,
+        kv: KvPart,
         report: Callable[[Kind, int, int], None],
         *,
         samples: bool,
@@ -109,7 +134,7 @@ class RankLoop:
     ) -> None:
         """`report` gets a kind of message, the step and a digest. `samples`: this rank is in the first stage. `deferred`: it
         samples when it is told to. `steps_ahead` are launched before the oldest one is waited for, as on rank 0."""
-        self._runner, self._report = runner, report
+        self._runner, self._kv, self._report = runner, kv, report
         self._samples, self._is_told = samples, samples and deferred
         self._steps_ahead = steps_ahead
         self._number = 0
@@ -125,11 +150,17 @@ class RankLoop:
         if frame.command is RankCommand.STEP:
             assert frame.plan is not None
             self._launched.append((frame.step, self._runner.launch(frame.plan)))
+            self._kv.start_loads(frame.plan.loads)
             if not self._is_told:
                 self.finish(self._steps_ahead)
         elif frame.command is RankCommand.FINISH:
             if self._is_told:
                 self._finish_oldest()
+        elif frame.command is RankCommand.KV:
+            assert frame.update is not None
+            self._kv.apply(frame.update)
+        elif frame.command is RankCommand.CLOSE_KV:
+            self._kv.close()
         elif frame.command is RankCommand.WARM_UP:
             self._runner.warm_up()
         elif frame.command is RankCommand.CAPTURE_NEXT:
@@ -139,6 +170,7 @@ class RankLoop:
 
     def finish(self, max_launched: int = 0) -> None:
         """Wait for the oldest steps until at most `max_launched` are in flight. Call it also when no command comes."""
+        self._kv.poll()
         while not self._is_told and len(self._launched) > max_launched:
             self._finish_oldest()
 

@@ -41,13 +41,15 @@ def connect_ranks(
     host: str,
     port: int,
     listener: socket.socket | None = None,
+    interface: str | None = None,
 ) -> RankConnections:
-    """Meet the other ranks at rank 0's port, where rank 0 has a `listener`.
+    """Meet the other ranks at rank 0's port, where rank 0 has a `listener`. `interface` is this machine's address for
+    connections between ranks; by default it is `host`.
 
     Raises ConfigError if they have other files, versions or settings.
     """
     num_ranks = resolved.layout.num_ranks
-    world = GlooWorld(host, port, rank, num_ranks, _TIMEOUT_S, listener)
+    world = GlooWorld(host, port, rank, num_ranks, _TIMEOUT_S, listener, interface)
     control = world.group("control", tuple(range(num_ranks)))
     compare_ranks(control, rank_facts(source, settings))
     groups: list[Collectives] = [control]
@@ -56,8 +58,9 @@ def connect_ranks(
         on_host = world.group(name, ranks)
         groups.append(on_host)
         if resolved.device.type == "cuda":
-            nccl = NcclWorld(world, resolved.device).group(name, ranks)
-            groups.append(IpcCollectives(nccl, on_host, resolved.device))
+            groups.append(NcclWorld(world, resolved.device).group(name, ranks))
+            if len({one // settings.ranks_per_node for one in ranks}) == 1:  # on one machine
+                groups.append(IpcCollectives(groups[-1], on_host, resolved.device))
         return groups[-1]
 
     return RankConnections(find_place(rank, family, resolved, make_group, control), tuple(groups), world)
@@ -66,10 +69,13 @@ def connect_ranks(
 def rank_facts(source: ModelSource, settings: EngineSettings) -> dict[str, str]:
     """Return what must be the same on all ranks, by its name."""
     compared = asdict(settings)
-    for name in ("device", "spare_engine", "kernel_archive", "handoff"):
+    for name in ("device", "spare_engine", "kernel_archive", "handoff", "nodes"):
         compared.pop(name)
+    compared["store"].pop("mooncake_host")
+    compared["handoff"] = (settings.handoff.serves, settings.handoff.transports)
     return {
         "weights": model_digest(source.folder, source.hf, source.random_seed),
+        "draft model": "" if source.draft is None else model_digest(source.draft.folder, {}, None),
         "version": _version(),
         "settings": json.dumps(compared, sort_keys=True),
     }

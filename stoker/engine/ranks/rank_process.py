@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any, TypeVar, get_type_hints
 from stoker.base import garbage
 from stoker.base.config import EngineSettings
 from stoker.base.errors import StokerError
+from stoker.engine.ranks.rank_base import LocalBase, NodeBase, RankBase, tell_end
+from stoker.parallel.channel import PlainChannel
 from stoker.parallel.collectives import ExchangeFailed
 from stoker.parallel.rank_link import Kind, LinkEnd, LinkMessage, RankLink
-from stoker.parallel.ring import RingReader
 
 _BEAT_EVERY_S = 0.5
 _POLL_S = 0.05  # how long a launched step may wait for the next command before it is waited for
@@ -31,64 +31,80 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Run a rank. The arguments are file descriptors and this rank's place among the readers of the ring."""
+    """Run a rank. The argument is the file descriptor of the link to the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when this process ends
-    link_fd, memory, event, index, num_readers = map(int, sys.argv[1:6])
-    link = RankLink(socket.socket(fileno=link_fd))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    starter = RankLink(PlainChannel(socket.socket(fileno=int(sys.argv[1]))))
+    links = [starter]  # those that learn why this rank ends
     try:
-        run_rank(link, lambda: RingReader(memory, event, index, num_readers))
-    except LinkEnd:
-        pass  # rank 0 has ended
+        run_rank(starter, starter.receive().table(Kind.ARGUMENTS), links.append)
     except StokerError as error:
-        _fail(link, error.message)
+        tell_end(links, error.message)
     except ExchangeFailed as error:
         time.sleep(_BLAME_S)
-        _fail(link, error.args[0])
+        tell_end(links, error.args[0])
     except Exception as error:
-        _fail(link, f"{type(error).__name__}: {error}")
+        tell_end(links, f"{type(error).__name__}: {error}")
         raise
     finally:
         sys.stderr.flush()
         os._exit(1)  # threads of collectives may wait for ranks that are gone
 
 
-def run_rank(link: RankLink, open_ring: Any) -> None:
+def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable[[RankLink], None]) -> None:
     """Load this rank's part, and execute commands until rank 0 ends."""
-    arguments = json.loads(link.receive().text)
+    from stoker.engine.draft_model import open_chosen_draft
     from stoker.engine.memory import resolve
     from stoker.engine.model_identity import read_hf_config
-    from stoker.engine.part import ModelSource, build_part
+    from stoker.engine.part import ModelSource, build_part, identity_of, tier_share
     from stoker.engine.ranks.absent_grammars import AbsentGrammars
     from stoker.engine.ranks.commands import RankLoop
-    from stoker.engine.ranks.connections import connect_ranks
+    from stoker.engine.ranks.connections import connect_ranks, rank_facts
+    from stoker.engine.ranks.rank_kv_part import RankKvPart
     from stoker.models.family import family_of
 
-    threading.Thread(target=_beat, args=(link,), name="beat", daemon=True).start()
     folder, rank = Path(arguments["folder"]), int(arguments["rank"])
     settings = settings_from(EngineSettings, arguments["settings"])
     hf = read_hf_config(folder)
     family = family_of(hf, str(folder / "config.json"))
-    resolved = rank_device(resolve(settings, family.shape), rank)
+    resolved = rank_device(resolve(settings, family.shape), rank % settings.ranks_per_node)
     cache_dir = arguments["cache_dir"]
-    source = ModelSource(folder, hf, arguments["random_seed"], None, None if cache_dir is None else Path(cache_dir))
-    link.send(LinkMessage(Kind.HELLO))
-    met = connect_ranks(rank, source, family, settings, resolved, arguments["host"], arguments["port"])
+    draft = open_chosen_draft(resolved.drafters, folder, family)
+    source = ModelSource(
+        folder, hf, arguments["random_seed"], None, None if cache_dir is None else Path(cache_dir), draft
+    )
+    base: RankBase
+    if settings.nodes.rank == 0:
+        base = LocalBase(starter, arguments["ring"])
+    else:
+        base = NodeBase(starter, settings, rank, rank_facts(source, settings))
+        add_link(base.link)
+        settings = base.settings
+    link = base.link
+    threading.Thread(target=_beat, args=(base,), name="beat", daemon=True).start()
+    meeting = base.order().table(Kind.MEET)
+    met = connect_ranks(
+        rank, source, family, settings, resolved, meeting["host"], meeting["port"], interface=base.interface
+    )
     part = build_part(family, source, settings, resolved, met.place, AbsentGrammars())
-    link.send(LinkMessage(Kind.READY))
-    while (message := link.receive()).kind is not Kind.START:
+    options = (identity_of(family, source, part), rank, meeting["engine_id"], tier_share(family, part), link.send)
+    kv = RankKvPart(settings, part.kv, *options)
+    link.send(LinkMessage(Kind.READY, text=kv.server.address if kv.server is not None else ""))
+    if (message := base.order()).kind is not Kind.START:
         raise StokerError(f"expected START from rank 0, got {message.kind.name}")
     stages = met.place.stages
     loop = RankLoop(
         part.runner,
+        kv,
         lambda kind, step, digest: link.send(LinkMessage(kind, step, digest)),
         samples=stages.is_first,
         deferred=stages.is_deferred,
         steps_ahead=0 if resolved.device.type == "cpu" else resolved.steps_ahead,
     )
-    ring = open_ring()
+    plans = base.start_plans()
     garbage.tune_for_serving()
     while True:
-        frame = ring.receive(_POLL_S)
+        frame = plans.receive(_POLL_S)
         if frame is None:
             loop.finish()
         else:
@@ -120,17 +136,12 @@ def settings_from(cls: type[T], table: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
-def _beat(link: RankLink) -> None:
+def _beat(base: RankBase) -> None:
     stop = threading.Event()
     with suppress(LinkEnd):
         while not stop.wait(_BEAT_EVERY_S):
-            link.send(LinkMessage(Kind.BEAT))
-    os._exit(1)  # rank 0 has ended
-
-
-def _fail(link: RankLink, message: str) -> None:
-    with suppress(LinkEnd):
-        link.send(LinkMessage(Kind.FAILED, text=message))
+            base.link.send(LinkMessage(Kind.BEAT))
+    base.end_silently()
 
 
 if __name__ == "__main__":

@@ -18,16 +18,21 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import Overloaded
+from stoker.base.log import EventLog
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.admission.budgets import Budget
 from stoker.gateway.admission.fair_queue import WAITING, Capacity, FairQueue, Ticket
+from stoker.gateway.admission.flex import FlexGate, FlexSlot
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import FREE, Price
 from stoker.gateway.admission.rate_limits import Refusal
 from stoker.gateway.config import AdmissionSettings
 
 _TICK_S = 0.05
+_MAX_FREE_MODELS = 64  # that the log names; a client may make up names
 _CHARGE_S = 1.0  # how often the output of running requests is charged
+
+log = EventLog("admission")
 
 
 def rate_limited(limit: Refusal) -> Overloaded:
@@ -136,6 +141,7 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self.running: set[AdmittedRequest] = set()  # the admitted requests of keys with a token limit or a budget
         self._charging: asyncio.TimerHandle | None = None
+        self._free_models: set[str] = set()  # that are named in the log
 
     async def prepare(self, caller: Caller) -> None:
         """Lease the key's limits from the store, if they are not leased yet. Call it before `claim`."""
@@ -206,16 +212,43 @@ class Admission:
         claim._queue, claim._ticket, claim.waited_s = queue, ticket, ticket.admitted_s - now
         self._watch_output(claim)
 
-    def enter_beside(self, claim: AdmittedRequest, uncached_tokens: int, *, lane: str) -> None:
-        """Admit a claimed request that does not use the queue: a flex request has its own (`flex.py`).
+    async def enter_idle(
+        self,
+        claim: AdmittedRequest,
+        uncached_tokens: Callable[[], int],
+        flex: FlexGate,
+        on_preempt: Callable[[], object] | None,
+        *,
+        lane: str,
+    ) -> FlexSlot:
+        """Admit a claimed flex request, which waits for idle capacity instead of for its turn in the queue.
 
-        Raises Overloaded if its key has not enough tokens or money left.
+        While it waits, it is not a concurrent request of its key. The owner must call `end` of the slot on every path. Raises
+        Overloaded if there is no idle capacity, or if there is and the key is above a limit.
         """
-        caller, now = claim.caller, self.clock()
-        self._charge_prompt(claim, uncached_tokens, lane, now)
-        claim._queue = self._open
-        claim._ticket = self._open.offer(caller.tenant, caller.weight, uncached_tokens, 0, now, 0.0, False)
-        self._watch_output(claim)
+        caller, slot = claim.caller, None
+        caller.limiter.pause()
+        try:
+            slot = await flex.enter(lane, on_preempt)
+            await self.prepare(caller)  # a lease may have ended while it waited
+        except BaseException:
+            caller.limiter.resume(self.clock())
+            if slot is not None:
+                slot.end()
+            raise
+        try:
+            now = self.clock()
+            if (limit := caller.limiter.resume(now)) is not None:
+                raise rate_limited(limit)
+            num_tokens = uncached_tokens()
+            self._charge_prompt(claim, num_tokens, lane, now)
+            claim._queue = self._open
+            claim._ticket = self._open.offer(caller.tenant, caller.weight, num_tokens, 0, now, 0.0, False)
+            self._watch_output(claim)
+        except Exception:
+            slot.end()
+            raise
+        return slot
 
     def _charge_prompt(self, claim: AdmittedRequest, uncached_tokens: int, lane: str, now: float) -> None:
         limiter = claim.caller.limiter
@@ -224,10 +257,19 @@ class Admission:
         claim._charged = uncached_tokens
         if claim._budgets:
             claim._price = self._price(lane)
+            if claim._price == FREE:
+                self._say_free(lane, claim.caller)
             cost = claim._price.input * uncached_tokens
             if (refusal := _over_budget(claim._budgets, cost, now)) is not None:
                 raise refusal
             claim._charge_money(cost, now)
+
+    def _say_free(self, model: str, caller: Caller) -> None:
+        """Log once for each model that budgets are not charged for it."""
+        if model not in self._free_models and len(self._free_models) < _MAX_FREE_MODELS:
+            self._free_models.add(model)
+            hint = "add a [[price]] for it, or one for all models (*)"
+            log.warning("budget_without_price", model=model[:256], key=caller.key_id, hint=hint)
 
     def _watch_output(self, claim: AdmittedRequest) -> None:
         if claim.tracks_output:

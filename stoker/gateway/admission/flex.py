@@ -1,8 +1,9 @@
 """Flex requests (`service_tier: "flex"`, and the lines of batches) use only capacity that interactive requests leave idle.
 
-A lane is idle if it has at most `flex.idle_requests` interactive requests per worker, and had no more for `flex.quiet_s`. An
-interactive request that arrives preempts the flex requests that can run again: they are cancelled at once, and their workers
-keep the prefix that they computed. Others, whose client already has a part of the answer, run to their end.
+A lane is idle if it has at most `flex.idle_requests` interactive requests per worker, and had no more for `flex.quiet_s`. Those
+of other gateways count too, from what the workers publish. An interactive request that arrives preempts the flex requests that
+can run again: they are cancelled at once, and their workers keep the prefix that they computed. Others, whose client already has
+a part of the answer, run to their end.
 
 Flex requests are not counted in the fair queue, so they take nothing from the interactive ones.
 """
@@ -14,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from stoker.base.errors import Overloaded
+from stoker.fleet.other_load import NO_OTHERS, OtherLoad
 from stoker.gateway.config import FlexSettings
 
 _TICK_S = 0.05
@@ -34,7 +36,10 @@ class FlexSlot:
 
 
 class FlexGate:
-    """Decides when flex requests may run. `lane(model)` names the queue of a model, and `num_workers(lane)` counts its workers."""
+    """Decides when flex requests may run. `lane(model)` names the queue of a model, and `num_workers(lane)` counts its workers.
+
+    `others(lane)` returns what other gateways have on the lane's workers.
+    """
 
     def __init__(
         self,
@@ -43,10 +48,12 @@ class FlexGate:
         lane: Callable[[str], str | None],
         num_workers: Callable[[str], int],
         clock: Callable[[], float],
+        others: Callable[[str], OtherLoad] = lambda lane: NO_OTHERS,
     ) -> None:
         self._settings = settings
         self._lane = lane
         self._num_workers = num_workers
+        self._others = others
         self._clock = clock
         self._interactive: Counter[str] = Counter()
         self._busy_until_s: dict[str, float] = {}  # by lane: flex requests wait until then
@@ -66,12 +73,20 @@ class FlexGate:
         """Count an interactive request, and preempt flex requests of its lane. Return the lane for `interactive_ended`."""
         lane = self._lane(model) or model
         self._interactive[lane] += 1
+        self._preempt(lane)
+        return lane
+
+    def other_began(self) -> None:
+        """Preempt flex requests of lanes where other gateways have sent interactive ones."""
+        for lane in list(self._slots):
+            self._preempt(lane)
+
+    def _preempt(self, lane: str) -> None:
         if lane in self._slots and not self._has_quiet(lane):
             for slot in list(self._slots[lane]):
                 if slot.on_preempt is not None:
                     self.num_preempted += 1
                     slot.on_preempt()
-        return lane
 
     def interactive_ended(self, lane: str) -> None:
         # A model that no worker serves leaves nothing behind: a client can make up many names.
@@ -113,12 +128,19 @@ class FlexGate:
     def _has_quiet(self, lane: str) -> bool:
         """Return True if the lane has few interactive requests now."""
         idle = self._settings.idle_requests
-        return self._interactive[lane] <= (idle and idle * max(1, self._num_workers(lane)))
+        most = idle and idle * max(1, self._num_workers(lane))
+        num_own = self._interactive[lane]
+        return num_own <= most and num_own + self._others(lane).interactive <= most
 
     def _has_room(self, lane: str) -> bool:
         if not self._has_quiet(lane) or self._clock() < self._busy_until_s.get(lane, 0.0):
             return False
-        return len(self._slots.get(lane, ())) < self._settings.concurrency * max(1, self._num_workers(lane))
+        others = self._others(lane)
+        # With `idle_requests`, a few requests of other gateways do not make the lane busy.
+        if not self._settings.idle_requests and self._clock() < others.busy_s + self._settings.quiet_s:
+            return False
+        num_running = len(self._slots.get(lane, ())) + others.flex
+        return num_running < self._settings.concurrency * max(1, self._num_workers(lane))
 
 
 def _unavailable(why: str) -> Overloaded:

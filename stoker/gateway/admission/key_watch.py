@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TypeAlias
 
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.key_store import KeyStore, key_counts, valid_keys
 from stoker.gateway.config import KeySettings
@@ -34,8 +36,9 @@ class NoKeyWatch:
 class KeyWatch:
     """Reads the keys of the store into `keys`, now and then again after every change."""
 
-    def __init__(self, keys: ApiKeys, threads: StoreThreads) -> None:
+    def __init__(self, keys: ApiKeys, threads: StoreThreads, errors: TaskErrors | None = None) -> None:
         self._keys = keys
+        self._errors = errors or TaskErrors()
         self._threads = threads
         self._seen: tuple[int, int] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -47,20 +50,17 @@ class KeyWatch:
             raise ConfigError(error.detail) from error
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(repeat("keys", self._refresh, self._errors))
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            try:
-                self._take(await self._threads.read(self._changed))
-            except (Overloaded, StoreTimeout):
-                continue  # the keys that are known stay valid until the store is back
+    async def _refresh(self) -> None:
+        await asyncio.sleep(REFRESH_S)
+        with suppress(Overloaded, StoreTimeout):  # the keys that are known stay valid until the store is back
+            self._take(await self._threads.read(self._changed))
 
     def _changed(self, reader: Transaction) -> _Changed | None:
         counts = key_counts(reader)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.base.errors import Overloaded
+from stoker.base.errors import Overloaded, StokerError
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.budgets import Budget
 from stoker.gateway.admission.leased_limits import LeasedLimit, LimitLease, LimitPart, divide
 from stoker.gateway.store.limit_tables import LIMIT_TABLES
@@ -61,6 +63,7 @@ class LimitLeases:
         gateway: str,
         clock: Callable[[], float],
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         """`gateway` names this process among those that share the store; its successor after a kill has the same name."""
         threads.store.declare(LIMIT_TABLES)
@@ -68,6 +71,7 @@ class LimitLeases:
         self._gateway = gateway
         self._clock = clock
         self._unix_time = unix_time
+        self._errors = errors or TaskErrors()
         self._limits: dict[str, LeasedLimit] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._renewed_s = self._failed_s = -1e9
@@ -91,7 +95,7 @@ class LimitLeases:
             if not shared or now - self._renewed_s < _SOONEST_S or not is_short():
                 return
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(repeat("limit_leases", self._keep, self._errors))
         try:
             async with asyncio.timeout(_FIRST_S):
                 await asyncio.shield(self._renewal())
@@ -127,11 +131,11 @@ class LimitLeases:
             self._renewing = asyncio.create_task(self._renew())
         return self._renewing
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            if self._limits:
-                await asyncio.gather(self._renewal(), return_exceptions=True)
+    async def _keep(self) -> None:
+        await asyncio.sleep(RENEW_S)
+        if self._limits:
+            with suppress(StokerError):  # the next requests see that the store fails
+                await asyncio.shield(self._renewal())
 
     async def _renew(self, ends_all: bool = False) -> None:
         now = self._clock()

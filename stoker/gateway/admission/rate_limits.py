@@ -207,11 +207,7 @@ class KeyLimiter:
     def refusal(self, now: float) -> Refusal | None:
         """Return why a request that arrives now must be refused, whatever its size, or None. Counts nothing."""
         if self._open.is_full(now):
-            message = (
-                f"This key has {self.num_open} concurrent requests here, and its limit is {self._open.total:g};"
-                " wait until one has ended."
-            )
-            return Refusal(_CONCURRENCY_RETRY_S, message)
+            return self._too_many()
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)):
             message = (
                 f"This key has reached its limit of {self._requests.per_minute:g} requests per minute;"
@@ -225,6 +221,23 @@ class KeyLimiter:
             )
             return Refusal(wait_s, message)
         return None
+
+    def pause(self) -> None:
+        """Return the place of a request that waits: it does not count as a concurrent one until `resume`."""
+        self._open.num_open -= 1
+
+    def resume(self, now: float) -> Refusal | None:
+        """Count the request again, and return the refusal if that is one too many. It must end either way."""
+        refusal = self._too_many() if self._open.is_full(now) else None
+        self._open.begin(now)
+        return refusal
+
+    def _too_many(self) -> Refusal:
+        message = (
+            f"This key has {self.num_open} concurrent requests here, and its limit is {self._open.total:g};"
+            " wait until one has ended."
+        )
+        return Refusal(_CONCURRENCY_RETRY_S, message)
 
     def estimate(self, tokens: int, now: float) -> Refusal | None:
         """Charge the estimated prompt tokens of a request that has begun. If the key lacks them, charge nothing."""

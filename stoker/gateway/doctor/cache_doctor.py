@@ -90,7 +90,7 @@ class CacheDoctor:
 def _held(route: Route) -> Iterator[Cut]:
     """Yield what the workers held when the route was chosen, in blocks."""
     leg = route.prefill or route.decode
-    chosen = route.matches.get(leg.worker.worker_id, _NO_MATCH)
+    chosen = route.matches.get(leg.worker.worker_id) or _NO_MATCH
     yield leg.confirmed_blocks, why.EVICTED, _AFTER_ROUTING
     yield chosen.device_blocks, why.PENDING, ""
     yield chosen.blocks, why.NOT_LOADED, ""

@@ -60,6 +60,7 @@ class HttpRequest:
         "_tail",
         "_transport",
         "account",
+        "begun",
         "body",
         "caller",
         "gone",
@@ -92,6 +93,7 @@ class HttpRequest:
         self.body = body
         self.peer = peer
         self.caller = caller  # what the gate found out about the sender
+        self.begun: Any = None  # the stream that this request continues or lets another gateway continue
         self.more_headers = _NO_HEADERS  # sent with every response, also one that this server makes itself
         self.started = False
         self.gone = False

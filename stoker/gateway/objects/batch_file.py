@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
+from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH
+
+_FLEX = {"service_tier": Raw(b'"flex"')}
+_WHOLE = _FLEX | {"stream": Raw(b"false")}
+_UNSTORED = _WHOLE | {"store": Raw(b"false")}
+# The endpoints of batches, with the fields that the body of each line gets.
+ENDPOINTS: Mapping[str, Mapping[str, Raw]] = {
+    CHAT_PATH: _UNSTORED,
+    COMPLETIONS_PATH: _WHOLE,
+    RESPONSES_PATH: _UNSTORED,
+    MESSAGES_PATH: _WHOLE,
+    "/v1/embeddings": _FLEX,
+    "/v1/rerank": _FLEX,
+    "/v2/rerank": _FLEX,
+    "/rerank": _FLEX,
+    "/v1/score": _FLEX,
+    "/score": _FLEX,
+}
 _MAX_ERRORS = 100
 _MAX_CUSTOM_ID_CHARS = 512
 
@@ -78,10 +97,7 @@ class BatchReader:
             return None
         self._seen.add(given.custom_id)
         self.num_requests += 1
-        body = given.body | {"stream": Raw(b"false"), "service_tier": Raw(b'"flex"'), "store": Raw(b"false")}
-        if self._endpoint == "/v1/completions":
-            del body["store"]
-        return self._num_lines, given.custom_id, msgspec.json.encode(body)
+        return self._num_lines, given.custom_id, msgspec.json.encode({**given.body, **ENDPOINTS[self._endpoint]})
 
     def _decoded(self, line: bytes) -> _InputLine | None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -18,22 +18,18 @@ from msgspec import Raw
 
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
-from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.config import BatchSettings
-from stoker.gateway.http import Headers, InternalRequest, internal_head
+from stoker.gateway.http import Headers, HttpRequest, InternalRequest, internal_head
 from stoker.gateway.objects import batch_table as table
 from stoker.gateway.objects.batch_files import BatchFiles, line_id
-from stoker.gateway.objects.batch_table import BatchLine, StoredBatch
-from stoker.gateway.objects.response_runs import Generate
+from stoker.gateway.objects.batch_table import BatchLine, LineResult, StoredBatch
+from stoker.gateway.objects.line_usage import LineUsage, usage_of
 from stoker.gateway.store.store_threads import StoreThreads
-from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 
-ENDPOINTS = {
-    CHAT_PATH: EndpointKind.CHAT,
-    COMPLETIONS_PATH: EndpointKind.COMPLETIONS,
-    RESPONSES_PATH: EndpointKind.RESPONSES,
-}
+RunLine = Callable[[HttpRequest], Awaitable[None]]
+
 _MAX_BATCHES = 1000  # that a gateway looks at
 _GATHER_S = 0.02  # results of this time are written together
 _BUSY = frozenset({429, 503})  # the line waits
@@ -42,6 +38,8 @@ _MAX_ATTEMPTS = 3
 _RETRY_S = 0.25
 _MAX_RETRY_S = 10.0
 _ERROR_S = 2.0  # pause after the store failed
+_DEFECT_S = 30.0  # pause of a batch after an unexpected error
+_DEFECT = b'{"error":{"message":"The gateway failed.","type":"server_error","param":null,"code":"internal_error"}}'
 
 log = EventLog("batch")
 
@@ -51,9 +49,9 @@ class LineSink:
 
     paused = False
 
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = b""
+    def __init__(self, status: int = 0, body: bytes = b"") -> None:
+        self.status = status
+        self.body = body
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         self.status, self.body = status, body
@@ -79,6 +77,7 @@ class BatchRunner:
         owner: str,
         lease_s: float,
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -86,14 +85,15 @@ class BatchRunner:
         self._owner = owner
         self._lease_s = lease_s
         self._unix_time = unix_time
+        self._errors = errors or TaskErrors()
         self._files = BatchFiles(store, settings, unix_time)
-        self._generate: Generate | None = None
+        self._run: RunLine | None = None
         self._worker: asyncio.Task[None] | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}  # on whole batches
         self._lines: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._running: set[str] = set()  # the batches whose lines may run
         self._requests: dict[tuple[str, int], InternalRequest] = {}
-        self._results: list[tuple[BatchLine, bool, bytes]] = []  # not written yet
+        self._results: list[LineResult] = []  # not written yet
         self._returned: list[tuple[str, int]] = []  # lines that ended without a result, to give back
         self._insisting: BatchLine | None = None  # the one line that is not preempted
         self._is_draining = False
@@ -104,9 +104,10 @@ class BatchRunner:
     def num_running(self) -> int:
         return len(self._lines)
 
-    def open(self, generate: Generate) -> None:
-        self._generate = generate
-        self._worker = asyncio.get_running_loop().create_task(self._work())
+    def open(self, run: RunLine) -> None:
+        """Begin to work. `run` answers the request of a line."""
+        self._run = run
+        self._worker = asyncio.get_running_loop().create_task(repeat("batches", self._work, self._errors))
 
     async def close(self) -> None:
         """Stop. Results are written, and lines that run are given back."""
@@ -130,18 +131,17 @@ class BatchRunner:
         self._wake.set()
 
     async def _work(self) -> None:
-        while True:
-            try:
-                await self._write_results()
-                await self._look()
-            except StokerError as error:
-                log.warning("batches_wait", reason=error.message)
-                await asyncio.sleep(_ERROR_S)
-            self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.poll_s):
-                    await self._wake.wait()
-            await asyncio.sleep(_GATHER_S)
+        try:
+            await self._write_results()
+            await self._look()
+        except StokerError as error:
+            log.warning("batches_wait", reason=error.message)
+            await asyncio.sleep(_ERROR_S)
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.poll_s):
+                await self._wake.wait()
+        await asyncio.sleep(_GATHER_S)
 
     async def _write_results(self) -> None:
         if self._results:
@@ -233,6 +233,9 @@ class BatchRunner:
         except StokerError as error:
             log.warning("batch_waits", batch=batch_id, reason=error.message)
             await asyncio.sleep(_ERROR_S)
+        except Exception as error:  # `_look` begins it again
+            self._errors.note("batch_job", error)
+            await asyncio.sleep(_DEFECT_S)
         finally:
             if keeper is not None:
                 keeper.cancel()
@@ -272,7 +275,7 @@ class BatchRunner:
         self._requests.pop(key, None)
         if self._insisting is not None and (self._insisting.batch_id, self._insisting.line) == key:
             self._insisting = None
-        if not any((line.batch_id, line.line) == key for line, _, _ in self._results):
+        if not any((result.line.batch_id, result.line.line) == key for result in self._results):
             self._returned.append(key)
         self._wake.set()
 
@@ -281,40 +284,49 @@ class BatchRunner:
         while line.batch_id in self._running:
             if num_preempted >= self._settings.insist_after and self._insisting is None:
                 self._insisting = line
-            sink, was_preempted = await self._attempt(batch, line, caller)
+            try:
+                sink, was_preempted = await self._attempt(batch, line, caller)
+            except Exception as error:
+                self._errors.note("batch_line", error)
+                sink, was_preempted = LineSink(500, _DEFECT), False
             if was_preempted:
                 num_preempted += 1
                 continue
             if sink.status in _BROKEN:
                 num_broken += 1
             if sink.status not in _BUSY and (sink.status not in _BROKEN or num_broken >= _MAX_ATTEMPTS):
-                self._results.append((line, sink.status == 200, _result(line, sink)))
+                self._results.append(_result(line, sink))
                 return
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
     async def _attempt(self, batch: StoredBatch, line: BatchLine, caller: Caller) -> tuple[LineSink, bool]:
         """Run a line once, in a task of its own, because a request that is preempted cancels its task."""
-        assert self._generate is not None
-        generate, sink = self._generate, LineSink()
+        assert self._run is not None
+        answer, sink = self._run, LineSink()
         head = internal_head(batch.endpoint.encode(), [(b"x-request-id", line_id(line.batch_id, line.line).encode())])
 
         async def run() -> bool:
             request = InternalRequest(head, line.request, caller, sink)
             request.on_preempt = None if self._insisting is line else request.lose
             self._requests[line.batch_id, line.line] = request
-            await generate(request, ENDPOINTS[batch.endpoint])
+            try:
+                await answer(request)
+            except asyncio.CancelledError:
+                if not request.gone:
+                    raise
             return request.gone
 
         return sink, await asyncio.create_task(run())
 
 
-def _result(line: BatchLine, sink: LineSink) -> bytes:
-    """Return the line of the output file."""
+def _result(line: BatchLine, sink: LineSink) -> LineResult:
     name = line_id(line.batch_id, line.line)
     try:
         body = Raw(msgspec.json.encode(msgspec.json.decode(sink.body)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         body = Raw(msgspec.json.encode(sink.body.decode("utf-8", "replace")))
     response = {"status_code": sink.status, "request_id": name, "body": body}
-    return msgspec.json.encode({"id": name, "custom_id": line.custom_id, "response": response, "error": None})
+    output = msgspec.json.encode({"id": name, "custom_id": line.custom_id, "response": response, "error": None})
+    succeeded = sink.status == 200
+    return LineResult(line, succeeded, output, usage_of(sink.body) if succeeded else LineUsage())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import msgspec
 
 from stoker.gateway.objects.file_table import in_pages
+from stoker.gateway.objects.line_usage import LineUsage
 from stoker.gateway.store.store import Tables, Transaction
 
 BATCH_TABLES = Tables(
@@ -27,13 +29,17 @@ BATCH_TABLES = Tables(
             " PRIMARY KEY (batch_id, line))",
             "CREATE INDEX batch_lines_waiting ON batch_lines (batch_id, state, line)",
         ),
+        tuple(
+            f"ALTER TABLE batches ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0"
+            for name in ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+        ),
     ),
 )
 WAITING, SUCCEEDED, FAILED = 0, 1, 2  # the state of a line
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 _COLUMNS = (
     "id, tenant, key_id, created_s, status, endpoint, input_file_id, due_s, kept_until_s, owner, lease_s, total, completed,"
-    " failed, details"
+    " failed, input_tokens, cached_tokens, output_tokens, reasoning_tokens, details"
 )
 _NAMES = [name.strip() for name in _COLUMNS.split(",")]
 
@@ -73,6 +79,11 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    # of the lines that succeeded
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
     details: BatchDetails
 
     def shown(self) -> dict[str, Any]:
@@ -90,6 +101,13 @@ class StoredBatch(msgspec.Struct, kw_only=True):
             "created_at": int(self.created_s),
             "expires_at": int(self.due_s),
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": {
+                "input_tokens": self.input_tokens,
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+                "total_tokens": self.input_tokens + self.output_tokens,
+            },
             **details,
         }
 
@@ -101,6 +119,15 @@ class BatchLine(msgspec.Struct):
     line: int  # from 1, as in the file
     custom_id: str
     request: bytes
+
+
+class LineResult(msgspec.Struct):
+    """The line of the output file, and the tokens that the request used."""
+
+    line: BatchLine
+    succeeded: bool
+    output: bytes
+    usage: LineUsage
 
 
 def insert_batch(changes: Transaction, batch: StoredBatch) -> None:
@@ -197,23 +224,30 @@ def renew_lines(changes: Transaction, owner: str, lines: Sequence[tuple[str, int
         changes.execute(query, (lease_s, batch_id, line, owner))
 
 
-def end_lines(changes: Transaction, owner: str, results: Sequence[tuple[BatchLine, bool, bytes]]) -> None:
+def end_lines(changes: Transaction, owner: str, results: Sequence[LineResult]) -> None:
     """Write results. A line that this gateway no longer owns, or that has a result, keeps what it has.
 
     So do the lines of a batch that no longer runs. The batches are locked first, so that none is finalized meanwhile.
     """
     lock = "UPDATE batches SET failed = failed WHERE id = ? AND status = 'in_progress' RETURNING id"
-    running = {one for one in sorted({line.batch_id for line, _, _ in results}) if list(changes.execute(lock, (one,)))}
+    ids = sorted({result.line.batch_id for result in results})
+    running = {one for one in ids if list(changes.execute(lock, (one,)))}
     query = (
         "UPDATE batch_lines SET state = ?, result = ?, request = NULL WHERE batch_id = ? AND line = ? AND owner = ?"
         " AND state = 0 RETURNING line"
     )
-    for line, succeeded, result in results:
-        state = SUCCEEDED if succeeded else FAILED
-        values = (state, zlib.compress(result, 1), line.batch_id, line.line, owner)
-        if line.batch_id in running and list(changes.execute(query, values)):
-            column = "completed" if succeeded else "failed"
-            changes.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (line.batch_id,))
+    for result in results:
+        line, column = result.line, "completed" if result.succeeded else "failed"
+        state = SUCCEEDED if result.succeeded else FAILED
+        values = (state, zlib.compress(result.output, 1), line.batch_id, line.line, owner)
+        if line.batch_id not in running or not list(changes.execute(query, values)):
+            continue
+        changes.execute(
+            f"UPDATE batches SET {column} = {column} + 1, input_tokens = input_tokens + ?,"
+            " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?,"
+            " reasoning_tokens = reasoning_tokens + ? WHERE id = ?",
+            (*astuple(result.usage), line.batch_id),
+        )
 
 
 def num_waiting_lines(reader: Transaction, batch_id: str) -> int:

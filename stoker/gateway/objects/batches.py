@@ -13,12 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded
+from stoker.base.long_task import TaskErrors
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.reply import Reply, json_reply, method_not_allowed
 from stoker.gateway.config import BatchSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects import batch_table as table
-from stoker.gateway.objects.batch_runner import ENDPOINTS, BatchRunner
+from stoker.gateway.objects.batch_file import ENDPOINTS
+from stoker.gateway.objects.batch_runner import BatchRunner
 from stoker.gateway.objects.batch_table import BATCH_TABLES, BatchDetails, StoredBatch
 from stoker.gateway.objects.file_table import get_file
 from stoker.gateway.objects.object_ids import is_object_id
@@ -59,12 +61,15 @@ class BatchesEndpoint:
         owner: str,
         lease_s: float,
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._settings = settings
         self._unix_time = unix_time
-        self.runner = BatchRunner(store, keys, settings, owner=owner, lease_s=lease_s, unix_time=unix_time)
+        self.runner = BatchRunner(
+            store, keys, settings, owner=owner, lease_s=lease_s, unix_time=unix_time, errors=errors
+        )
         store.store.declare(BATCH_TABLES)
 
     async def answer(self, request: HttpRequest) -> Reply | None:

@@ -22,13 +22,18 @@ _ERROR = b"error"
 class ResponseEdits:
     """What the gateway sets in a response object that a worker made. Values are JSON."""
 
-    def __init__(self, response_id: str, previous_id: str | None, *, is_background: bool) -> None:
+    def __init__(
+        self, response_id: str, previous_id: str | None, *, is_background: bool, created_s: float | None = None
+    ) -> None:
+        """`created_s` is the time that the client was told, if it was."""
         self.values: dict[str, Raw] = {
             "id": Raw(msgspec.json.encode(response_id)),
             "store": Raw(b"true"),
             "background": Raw(b"true" if is_background else b"false"),
             "previous_response_id": Raw(msgspec.json.encode(previous_id)),
         }
+        if created_s is not None:
+            self.values["created_at"] = Raw(b"%d" % created_s)
 
     def whole(self, response: bytes) -> bytes:
         """Return the response object with these values. Raises DecodeError if it is not a JSON object."""

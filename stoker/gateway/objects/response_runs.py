@@ -4,7 +4,8 @@ A background response belongs to one gateway, under a lease. Its events are stor
 can continue the stream. If the gateway dies, another one takes over:
 
 - A response that was not streamed runs again from its beginning.
-- A streamed one, of which events are stored, ends as failed: a second run might continue it differently.
+- A streamed one continues after its last stored event: the tokens of the events are stored with them. Only if its worker is of
+  another engine, which does not report tokens, the response ends as failed.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from msgspec import Raw
 
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.config import ResponsesSettings
 from stoker.gateway.http import Headers, HttpRequest, InternalRequest, RequestHead, internal_head
 from stoker.gateway.objects import response_table as table
+from stoker.gateway.objects.begun_streams import stored_stream
 from stoker.gateway.objects.response_events import EditedStream, ResponseEdits, error_of, event_number, response_event
 from stoker.gateway.objects.response_table import StoredResponse
 from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.proto.internal_http import RESPONSES_PATH
+from stoker.proto.resume_notes import BegunStream
 
 Generate = Callable[[HttpRequest, EndpointKind], Awaitable[None]]
 
@@ -40,7 +44,11 @@ _RETRY_S = (0.5, 30.0)  # the least and the longest wait
 _MAX_ATTEMPTS = 3
 _EXPIRED_S = 1.0  # the end of a lease that was given up
 _TAKE_OVER = 16  # responses at a time
-_LOST = b'{"code":"server_error","message":"The gateway that ran this response has stopped."}'
+# Errors of a stream that is to be continued, after which it is tried again. `no_worker`: this gateway may have just started.
+_BUSY_CODES = frozenset(
+    {"no_worker", "overloaded", "draining", "engine_starting", "queue_full", "queue_timeout", "rate_limited", "busy"}
+)
+_LOST = {"code": "server_error", "message": "The gateway that ran this response has stopped."}
 
 log = EventLog("responses")
 
@@ -55,7 +63,9 @@ class BackgroundSink:
         self.events: list[bytes] = []  # not stored yet
         self.refusal: tuple[int, bytes, float] | None = None  # status, body and Retry-After of an error
         self.failure: dict[str, Any] | None = None  # the error that ended the stream
+        self.failure_code = ""
         self.is_done = False
+        self.num_known = 0  # events that are stored already
         self.on_too_large: Callable[[], object] = lambda: None
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -75,12 +85,21 @@ class BackgroundSink:
             return
         for event in self.stream.push(data):
             if (error := error_of(event)) is None:
-                self.events.append(event)
+                if (event_number(event) or 0) >= self.num_known:
+                    self.events.append(event)
             else:
+                self.failure_code = _text(error.get("code"))
                 message = msgspec.json.decode(error["message"]) if "message" in error else "The worker failed."
                 self.failure = {"code": "server_error", "message": message}
 
     def finish(self) -> None: ...
+
+    @property
+    def was_refused(self) -> bool:
+        """True if the fleet was too busy to begin, or to continue."""
+        if self.refusal is not None:
+            return self.refusal[0] in _RETRIED
+        return self.failure_code in _BUSY_CODES
 
 
 class ResponseRuns:
@@ -93,12 +112,14 @@ class ResponseRuns:
         settings: ResponsesSettings,
         owner: str,
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._settings = settings
         self.owner = owner
         self._unix_time = unix_time
+        self._errors = errors or TaskErrors()
         self._generate: Generate | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, InternalRequest] = {}
@@ -109,7 +130,9 @@ class ResponseRuns:
     def open(self, generate: Generate) -> None:
         """Begin to keep leases, and to take over responses of gateways that died."""
         self._generate = generate
-        self._keeper = asyncio.get_running_loop().create_task(self._keep_leases())
+        self._keeper = asyncio.get_running_loop().create_task(
+            repeat("response_leases", self._keep_leases, self._errors)
+        )
 
     async def close(self) -> None:
         """Stop. Other gateways may take over at once what runs here."""
@@ -174,13 +197,15 @@ class ResponseRuns:
         except* StokerError as failed:
             # The lease expires, and a gateway that reaches the store takes over.
             log.warning("background_response_lost", response=row.id, reason=str(failed.exceptions[0]))
+        except* Exception as failed:
+            self._errors.note("background_response", failed)
 
     async def _attempts(self, row: StoredResponse, caller: Caller, head: RequestHead) -> None:
         assert self._generate is not None
         response = with_values(row.response, status="in_progress")
         if not await self._store.write(lambda changes: table.begin(changes, row.id, self.owner, response)):
             return
-        edits = ResponseEdits(row.id, row.previous_id, is_background=True)
+        edits = ResponseEdits(row.id, row.previous_id, is_background=True, created_s=row.created_s)
         deadline_s, cancelled = time.monotonic() + self._settings.background_s, self._cancelled[row.id]
         while True:
             sink = BackgroundSink(edits, int(self._settings.max_mib * (1 << 20)))
@@ -189,34 +214,43 @@ class ResponseRuns:
             self._running[row.id] = request
             async with asyncio.TaskGroup() as group:
                 if row.is_streamed:
-                    group.create_task(self._flush_often(row, sink))
+                    begun = await self._store.read(lambda reader: stored_stream(reader, row.id))
+                    if begun is None:  # another attempt of this gateway has stored something that cannot be continued
+                        sink.failure = _LOST
+                        break
+                    _continue_after(begun, request, sink)
+                    group.create_task(self._flush_often(row, sink, begun))
                 await self._generate(request, EndpointKind.RESPONSES)
                 sink.is_done = True
-            if sink.refusal is None or sink.refusal[0] not in _RETRIED or time.monotonic() > deadline_s:
+            if not sink.was_refused or sink.events or time.monotonic() > deadline_s:
                 break
             least_s, most_s = _RETRY_S
+            wait_s = sink.refusal[2] if sink.refusal is not None else 0.0
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(max(sink.refusal[2], least_s), most_s)):
+                async with asyncio.timeout(min(max(wait_s, least_s), most_s)):
                     await cancelled.wait()
             if cancelled.is_set():
                 break
         has_stopped = request.gone or cancelled.is_set()
         await self._finish(row, response, sink, is_cancelled=has_stopped and sink.failure is None)
 
-    async def _flush_often(self, row: StoredResponse, sink: BackgroundSink) -> None:
-        """Store the events of a stream, in their order, until it has ended."""
+    async def _flush_often(self, row: StoredResponse, sink: BackgroundSink, begun: BegunStream) -> None:
+        """Store the events of a stream, in their order, until it has ended. Their tokens are stored with them."""
+        num_stored = begun.notes.num_bytes
         while not sink.is_done:
             await asyncio.sleep(_FLUSH_S)
             if sink.events:
                 events, sink.events = sink.events, []
-                await self._store.write(partial(self._add, response_id=row.id, events=events))
+                notes = begun.notes.after(num_stored)
+                num_stored += len(notes)
+                await self._store.write(partial(self._add, response_id=row.id, events=events, notes=notes))
                 self._notify(row.id)
 
-    def _add(self, changes: Transaction, response_id: str, events: list[bytes]) -> bool:
+    def _add(self, changes: Transaction, response_id: str, events: list[bytes], notes: bytes = b"") -> bool:
         if not events:
             return True
         first, last = event_number(events[0]) or 0, event_number(events[-1]) or 0
-        return table.add_events(changes, response_id, self.owner, first, last, b"".join(events))
+        return table.add_events(changes, response_id, self.owner, first, last, b"".join(events), notes)
 
     async def _finish(self, row: StoredResponse, response: bytes, sink: BackgroundSink, *, is_cancelled: bool) -> None:
         stream = sink.stream
@@ -228,7 +262,11 @@ class ResponseRuns:
             status = "cancelled" if is_cancelled else "failed"
             error = None if is_cancelled else msgspec.json.encode(sink.failure or refusal_error(sink.refusal))
             final = with_values(response, status=status, error=error)
-            last = [] if is_cancelled else [response_event("response.failed", final, stream.num_events)]
+            last = (
+                []
+                if is_cancelled
+                else [response_event("response.failed", final, max(stream.num_events, sink.num_known))]
+            )
 
         def work(changes: Transaction) -> None:
             if row.is_streamed:
@@ -240,37 +278,37 @@ class ResponseRuns:
     # ---- leases
 
     async def _keep_leases(self) -> None:
-        while True:
-            try:
-                mine = partial(table.renew, owner=self.owner, ids=list(self._tasks), lease_s=self.lease_end_s())
-                for one in await self._store.write(mine):
-                    self.cancel(one)
-                taken = partial(
-                    table.take_over,
-                    owner=self.owner,
-                    now_s=self._unix_time(),
-                    lease_s=self.lease_end_s(),
-                    limit=_TAKE_OVER,
-                )
-                for row in await self._store.write(taken):
-                    await self._continue(row)
-            except StokerError as error:
-                log.warning("responses_not_renewed", reason=error.message)
-            await asyncio.sleep(self._settings.lease_s / 3)
+        try:
+            mine = partial(table.renew, owner=self.owner, ids=list(self._tasks), lease_s=self.lease_end_s())
+            for one in await self._store.write(mine):
+                self.cancel(one)
+            taken = partial(
+                table.take_over,
+                owner=self.owner,
+                now_s=self._unix_time(),
+                lease_s=self.lease_end_s(),
+                limit=_TAKE_OVER,
+            )
+            for row in await self._store.write(taken):
+                await self._continue(row)
+        except StokerError as error:
+            log.warning("responses_not_renewed", reason=error.message)
+        await asyncio.sleep(self._settings.lease_s / 3)
 
     async def _continue(self, row: StoredResponse) -> None:
         """Continue a response whose gateway died: run it again, or end it."""
         caller = self._keys.caller(row.key_id)
-        number = await self._store.read(lambda reader: table.last_number(reader, row.id))
-        has_shown_events = row.is_streamed and number >= 0
-        can_run = caller is not None and caller.tenant == row.tenant and row.attempts <= _MAX_ATTEMPTS
-        if caller is not None and can_run and not has_shown_events and not row.wants_cancel:
+        begun = await self._store.read(lambda reader: stored_stream(reader, row.id))
+        can_run = begun is not None and row.attempts <= _MAX_ATTEMPTS and not row.wants_cancel
+        if caller is not None and caller.tenant == row.tenant and can_run:
             log.warning("response_taken_over", response=row.id, attempt=row.attempts)
             head = internal_head(RESPONSES_PATH.encode(), [(b"x-request-id", row.id.encode())])
             self.start(row, caller, head)
             return
+        number = await self._store.read(lambda reader: table.last_number(reader, row.id))
         status = "cancelled" if row.wants_cancel else "failed"
-        final = with_values(row.response, status=status, error=None if row.wants_cancel else _LOST)
+        error = None if row.wants_cancel else msgspec.json.encode(_LOST)
+        final = with_values(row.response, status=status, error=error)
         log.warning("response_given_up", response=row.id, attempt=row.attempts, status=status)
 
         def work(changes: Transaction) -> None:
@@ -279,6 +317,22 @@ class ResponseRuns:
             table.finish(changes, row.id, self.owner, status, final)
 
         await self._store.write(work)
+
+
+def _continue_after(begun: BegunStream, request: InternalRequest, sink: BackgroundSink) -> None:
+    """Let a request continue a stream. Without notes it begins again, and the events that are stored are left out."""
+    request.begun = begun
+    sink.num_known = begun.num_events
+    if begun.notes:
+        sink.stream.num_events = begun.num_events
+        request.start(200, [])  # its client has the first events
+    else:
+        begun.num_events = 0
+
+
+def _text(value: Raw | None) -> str:
+    found = None if value is None else msgspec.json.decode(value)
+    return found if isinstance(found, str) else ""
 
 
 def with_values(response: bytes, *, status: str, error: bytes | None = None) -> bytes:

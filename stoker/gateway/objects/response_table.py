@@ -30,6 +30,7 @@ RESPONSE_TABLES = Tables(
             "CREATE TABLE response_events (response_id TEXT NOT NULL, first_number INTEGER NOT NULL,"
             " last_number INTEGER NOT NULL, events BLOB NOT NULL, PRIMARY KEY (response_id, first_number))",
         ),
+        ("ALTER TABLE response_events ADD COLUMN notes BLOB",),
     ),
 )
 KIND = "responses"
@@ -171,6 +172,7 @@ def finish(changes: Transaction, response_id: str, owner: str, status: str, resp
         " AND status IN (?, ?) RETURNING tenant, num_bytes, LENGTH(input)"
     )
     for tenant, before, num_input in list(changes.execute(query, (status, blob, response_id, owner, *UNFINISHED))):
+        changes.execute("UPDATE response_events SET notes = NULL WHERE response_id = ?", (response_id,))
         events = "SELECT COALESCE(SUM(LENGTH(events)), 0) FROM response_events WHERE response_id = ?"
         ((num_events,),) = list(changes.execute(events, (response_id,)))
         num_bytes = int(num_input) + len(blob) + int(num_events)
@@ -181,14 +183,25 @@ def finish(changes: Transaction, response_id: str, owner: str, status: str, resp
     return False
 
 
-def add_events(changes: Transaction, response_id: str, owner: str, first: int, last: int, events: bytes) -> bool:
-    """Store events of a running response. Return False if this gateway no longer owns it."""
+def add_events(
+    changes: Transaction, response_id: str, owner: str, first: int, last: int, events: bytes, notes: bytes = b""
+) -> bool:
+    """Store events of a running response, and the notes from which another gateway can continue after them.
+
+    Return False if this gateway no longer owns it.
+    """
     query = "SELECT 1 FROM responses WHERE id = ? AND owner = ? AND status IN (?, ?)"
     if not list(changes.execute(query, (response_id, owner, *UNFINISHED))):
         return False
-    query = "INSERT INTO response_events (response_id, first_number, last_number, events) VALUES (?, ?, ?, ?)"
-    changes.execute(query, (response_id, first, last, zlib.compress(events, 1)))
+    query = "INSERT INTO response_events (response_id, first_number, last_number, events, notes) VALUES (?, ?, ?, ?, ?)"
+    changes.execute(query, (response_id, first, last, zlib.compress(events, 1), zlib.compress(notes, 1)))
     return True
+
+
+def notes_of(reader: Transaction, response_id: str) -> bytes:
+    """Return the notes of a stream, from its start to the last stored event."""
+    query = "SELECT notes FROM response_events WHERE response_id = ? AND notes IS NOT NULL ORDER BY first_number"
+    return b"".join(zlib.decompress(bytes(notes)) for (notes,) in reader.execute(query, (response_id,)))
 
 
 def events_after(reader: Transaction, response_id: str, number: int) -> list[tuple[int, bytes]]:

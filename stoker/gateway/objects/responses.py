@@ -17,11 +17,12 @@ from msgspec import Raw
 
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded, StokerError
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, check_utf8, fields
 from stoker.gateway.api.reply import JSON, Reply, json_reply, method_not_allowed
 from stoker.gateway.config import ResponsesSettings
-from stoker.gateway.http import Headers, HttpRequest, InternalRequest
+from stoker.gateway.http import Headers, HttpRequest, InternalRequest, RequestHead, internal_head
 from stoker.gateway.objects import response_table as table
 from stoker.gateway.objects.object_ids import is_object_id
 from stoker.gateway.objects.pages import page_of, paged, small_number
@@ -112,6 +113,7 @@ class StoredResponses:
         max_body_bytes: int,
         model_of: Callable[[str | None], str],
         unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         """`model_of` returns the served model that a request names."""
         self._store = store
@@ -122,7 +124,7 @@ class StoredResponses:
         self._unix_time = unix_time
         self._max_bytes = int(settings.max_mib * (1 << 20))
         self._max_tenant_bytes = int(settings.max_tenant_mib * (1 << 20))
-        self.runs = ResponseRuns(store, keys, settings, name, unix_time)
+        self.runs = ResponseRuns(store, keys, settings, name, unix_time, errors)
         store.store.declare(QUOTA_TABLES)
         store.store.declare(RESPONSE_TABLES)
 
@@ -148,11 +150,21 @@ class StoredResponses:
                 param="previous_response_id",
             )
         if state.background:
-            await self._begin_background(request, state, row, run)
+            await self._begin_background(request, state, row, _with_seed(run))
         elif wants_store:
             await self._run_foreground(request, row, run, turns, generate)
         else:
             await generate(_with_body(request, run), EndpointKind.RESPONSES)
+
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+        check_utf8(body)
+        state = decode(_StateFields, body)
+        if state.previous_response_id is None:
+            return body
+        given = fields(body)
+        turns = await self._turns(caller, state.previous_response_id)
+        return stateless_body(given, turns, own_items(given), streams=False)
 
     def _row(self, caller: Caller, state: _StateFields, items: bytes) -> StoredResponse:
         now_s = self._unix_time()
@@ -257,7 +269,7 @@ class StoredResponses:
                 f"This tenant has {running} background responses that have not ended, which is the limit; retry later."
             )
             raise Overloaded(message, retry_after_s=5.0, code="rate_limited")
-        self.runs.start(row, client.caller, client.head)
+        self.runs.start(row, client.caller, _renamed(client.head, row.id))
         if state.stream:
             await self._follow(client, row, -1)
         else:
@@ -371,6 +383,21 @@ def _connect(client: HttpRequest, request: InternalRequest) -> None:
 def _with_body(request: HttpRequest, body: bytes) -> HttpRequest:
     request.body = body
     return request
+
+
+def _with_seed(body: bytes) -> bytes:
+    """Return a body that always gives the same answer, so that another gateway can continue it."""
+    table = fields(body)
+    given = table.get("seed")
+    if given is None or bytes(given) == b"null":
+        table["seed"] = Raw(b"%d" % secrets.randbits(53))
+    return msgspec.json.encode(table)
+
+
+def _renamed(head: RequestHead, request_id: str) -> RequestHead:
+    """Return the head of a client's request with another request id: workers derive the ids of items from it."""
+    others = [pair for pair in head.headers if pair[0] != b"x-request-id"]
+    return internal_head(head.path, [*others, (b"x-request-id", request_id.encode())])
 
 
 def _not_stored(response: bytes) -> bytes:

@@ -25,7 +25,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
-from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
@@ -33,6 +33,9 @@ from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.insight.insight_endpoint import INSIGHT_PATHS
+from stoker.gateway.insight.live_stream import STREAM_PATH
+from stoker.gateway.insight.request_digest import RequestTimes
 from stoker.gateway.objects.response_runs import Generate
 from stoker.gateway.objects.tenant_objects import OBJECT_PREFIXES
 from stoker.gateway.path.billing import billed_usage
@@ -41,13 +44,16 @@ from stoker.gateway.path.call import Call, RequestIds, body_changes, given_reque
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
+from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, rename
 from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
+from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
@@ -56,12 +62,14 @@ from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
-from stoker.routing.query import RouteQuery
+from stoker.replay.recorder import NoRecorder, Recorder
+from stoker.routing.query import Route, RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
 _RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
+_PROBES = frozenset({b"/health", b"/ready"})
 _READING = frozenset({b"GET", b"HEAD"})
 _YES = frozenset({b"1", b"true", b"yes"})
 
@@ -97,12 +105,35 @@ class MissRecorder(Protocol):
     ) -> None: ...
 
 
+class RequestInsight(Protocol):
+    """Collects ended requests for the dashboard."""
+
+    def ended(
+        self, row: UsageRow, route: Route | None, query: RouteQuery | None, times: RequestTimes, num_retries: int
+    ) -> None: ...
+
+
+class StreamEndpoint(Protocol):
+    """An endpoint that sends its answer itself, and returns a reply only to refuse a request."""
+
+    async def answer(self, request: HttpRequest) -> Reply | None: ...
+
+
 class StoredObjects(Protocol):
     """What tenants keep in the store: responses, files and batches, or nothing."""
 
     async def create_response(self, request: HttpRequest, generate: Generate) -> None: ...
 
     async def answer(self, request: HttpRequest) -> Reply | None: ...
+
+    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
+        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
+
+
+class CallObserver(Protocol):
+    """Told of every request that ended."""
+
+    def ended(self, call: Call) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,17 +150,23 @@ class GatewayParts:
     meter: UsageLedger
     request_log: UsageRecorder
     metrics: GatewayMetrics
+    recorder: Recorder | NoRecorder
+    twin: CallObserver
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
     metrics_page: Endpoint
     usage: Endpoint
     registration: Endpoint
-    tokenize: Endpoint
-    embeddings: Endpoint
+    tokenize: TokenizeEndpoint
+    embeddings: EmbeddingsEndpoint
     doctor: CacheDoctor
     misses: MissRecorder
     objects: StoredObjects
+    insight: RequestInsight
+    insight_pages: Endpoint
+    live: StreamEndpoint
+    pages: Endpoint
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     store_works: Callable[[], bool] = lambda: True
@@ -204,6 +241,11 @@ class Gateway:
             parts.state.ended()
             self._record(exchange)
 
+    async def run_line(self, request: HttpRequest) -> None:
+        """Answer the request of a batch's line. It is not stored, whatever its path."""
+        kind = _GENERATING.get(request.path)
+        await (self._reply(request) if kind is None else self.generate(request, kind))
+
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = request.caller  # FrontGate has authenticated it
@@ -212,7 +254,9 @@ class Gateway:
         keeps_charge = False
         try:
             envelope = parse(exchange.kind, request.body)
-            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases)
+            session = session_of(request.head.by_name, envelope, caller.tenant)
+            exchange.session = session.session
+            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases, session.session)
             began_s = parts.clock()
             put, drop = body_changes(envelope, caller)
             rename(envelope, model, put)
@@ -220,8 +264,6 @@ class Gateway:
             if conversation is None:
                 conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
             parts.metrics.keys_s.observe(parts.clock() - began_s)
-            session = session_of(request.head.by_name, envelope, caller.tenant)
-            exchange.session = session.session
             if caller.budgets.limits_sessions:
                 await parts.admission.charge_session(admitted, session.session)
             query = _query(model, envelope, session, conversation)
@@ -229,6 +271,10 @@ class Gateway:
             seed, tenant = random.getrandbits(53), caller.tenant
             call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, tenant)
             exchange.call = call
+            if (begun := request.begun) is not None:
+                call.memory = TokenMemory(begun.notes, num_events=begun.num_events)
+                call.num_billed_tokens = begun.num_tokens
+                call.status = 200 if request.started else 0
             entering = trace.begin("admission")
             if envelope.is_flex:
                 await self._run_flex(exchange, call, admitted, entering)
@@ -248,7 +294,7 @@ class Gateway:
             finally:
                 parts.flex.interactive_ended(lane)
         except Exception as error:
-            if exchange.call is not None and not request.started:
+            if exchange.call is not None and not exchange.call.has_added:
                 exchange.call.running.update(0, 0, 0)  # the client got nothing, so nothing is billed
                 exchange.call.usage = UsageCounts()
                 keeps_charge = has_used_worker(error)
@@ -266,10 +312,10 @@ class Gateway:
         """Run a request that uses only idle capacity, at the lowest priority of its key."""
         parts, priority = self._parts, admitted.caller.lowest_priority
         call.put["priority"] = b"%d" % priority
-        slot = await parts.flex.enter(exchange.model, exchange.request.on_preempt)
+        uncached_tokens, on_preempt = partial(self._uncached_tokens, call.query), exchange.request.on_preempt
+        slot = await parts.admission.enter_idle(admitted, uncached_tokens, parts.flex, on_preempt, lane=exchange.model)
         try:
             entering.end()
-            parts.admission.enter_beside(admitted, self._uncached_tokens(call.query), lane=exchange.model)
             self._begin_usage(exchange, call, admitted)
             await parts.proxy.run(call)
         finally:
@@ -300,6 +346,8 @@ class Gateway:
     def _settled_usage(self, call: Call) -> UsageCounts | None:
         """Replace the usage that the workers reported by the one to bill. Return None if nothing was reported or sent."""
         call.usage, wrong = billed_usage(call, self._parts.hidden_tokens)
+        if call.usage is not None and call.num_billed_tokens:
+            call.usage.completion_tokens = max(0, call.usage.completion_tokens - call.num_billed_tokens)
         if wrong is not None:
             worker = call.worker_id or ""
             if not self._parts.metrics.wrong_usage[worker]:
@@ -329,6 +377,16 @@ class Gateway:
         parts.request_log.record(row)
         if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
+        call = exchange.call
+        if call is None:
+            parts.insight.ended(row, None, None, RequestTimes(exchange.arrived_s), 0)
+        else:
+            times = RequestTimes(call.arrived_s, call.sent_s, call.handed_off_s, call.first_byte_s, call.streams)
+            parts.insight.ended(row, call.route, call.query, times, call.num_retries)
+            parts.twin.ended(call)
+            if row.ttft_ms is not None:
+                counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+                parts.recorder.answered(call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)
 
     def _misses(self, exchange: Exchange) -> str:
         """Explain and count the uncached tokens of a request. Return the explanation for its row."""
@@ -357,12 +415,18 @@ class Gateway:
         path, parts = request.path, self._parts
         if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
             return preflight
-        if path == b"/health":
-            return self._health()
-        if path == b"/ready":
-            return self._ready()
+        if path in _PROBES:
+            if request.method == b"TRACE":
+                return method_not_allowed(path, request.method, [b"GET"])
+            return self._health() if path == b"/health" else self._ready()
         if path == b"/metrics":
             return await parts.metrics_page.answer(request)
+        if path in INSIGHT_PATHS:
+            return await parts.insight_pages.answer(request)
+        if path == STREAM_PATH:
+            return await parts.live.answer(request)
+        if path == b"/ui" or path.startswith(b"/ui/"):
+            return await parts.pages.answer(request)
         if path.startswith(b"/admin/"):
             return await parts.admin.answer(request)
         if path == b"/v1/usage":
@@ -370,7 +434,7 @@ class Gateway:
         if path == _REGISTER:
             return await parts.registration.answer(request)
         if path in TOKENIZE_PATHS:
-            return await parts.tokenize.answer(request)
+            return await parts.tokenize.answer(request, parts.objects.counted_body)
         if path in EMBEDDINGS_PATHS:
             return await parts.embeddings.answer(request)
         if path.startswith(OBJECT_PREFIXES):
@@ -390,7 +454,7 @@ class Gateway:
 
     def _ready(self) -> Reply:
         parts, now = self._parts, self._parts.clock()
-        if parts.state.draining:
+        if parts.state.leaving:
             return error_reply(503, "The gateway is draining.", code="draining", kind="overloaded_error")
         answering = [member for member in parts.fleet.members() if member.spec.role in _ANSWERING]
         if not any(parts.fleet.in_service(member, now) for member in answering):

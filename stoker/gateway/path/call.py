@@ -20,7 +20,7 @@ from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.doctor.miss_parts import Cut
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
-from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, canary_place
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.running_usage import NOT_ADMITTED, RunningUsage
@@ -51,14 +51,21 @@ class Call(msgspec.Struct, eq=False):
     on_first_byte: Callable[[], None] = lambda: None
 
     memory: TokenMemory = msgspec.field(default_factory=TokenMemory)
+    num_billed_tokens: int = 0  # of the answer, that another gateway has generated and billed
     running: RunningUsage = NOT_ADMITTED  # what the client was sent so far
     usage: UsageCounts | None = None  # as the workers reported it; `billed_usage` bounds it
     sent_pieces: int = 0  # of text in a foreign worker's stream
     sent_bytes: int = 0  # of the answer, by the worker of the latest attempt
     status: int = 0
+    sent_s: float | None = None  # when the request was first sent to a worker
+    handed_off_s: float | None = None  # when the prefill worker had computed the prompt
     first_byte_s: float | None = None
+    last_piece_s: float | None = None  # of a stream, when the client was last sent something
     num_retries: int = 0
     num_resumes: int = 0
+    continues: bool = (
+        False  # the last worker handed it off: its tokens are part of the answer, even if the client has none
+    )
     worker_id: WorkerId | None = None  # the decode worker of the latest attempt
     policy: str = ""
     shows_thinking: bool | None = None  # set while a Messages request runs as chat: whether its client wants to see it
@@ -67,6 +74,11 @@ class Call(msgspec.Struct, eq=False):
     explained: bytes | None = None  # value of the `x-stoker-route` header
     route: Route | None = None  # the latest one whose worker computes the prompt
     cuts: tuple[Cut, ...] | None = None  # why uncached tokens were computed; set once, at the end
+
+    @property
+    def has_added(self) -> bool:
+        """Return True if the client was sent something by this gateway."""
+        return self.request.started and (not self.num_billed_tokens or self.memory.num_tokens > self.num_billed_tokens)
 
     @property
     def streams(self) -> bool:
@@ -119,10 +131,12 @@ def given_request_id(given: bytes | None) -> bytes | None:
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
-def requested_model(name: str | None, fleet: Fleet, aliases: ModelAliases = NO_ALIASES) -> str:
+def requested_model(
+    name: str | None, fleet: Fleet, aliases: ModelAliases = NO_ALIASES, session: str | None = None
+) -> str:
     """Return the model that a request names. It may be omitted if the fleet serves only one."""
     if name:
-        return aliases.resolve(name, fleet.models()) if aliases else name
+        return aliases.resolve(name, fleet.models(), canary_place(session)) if aliases else name
     models = fleet.models()
     if len(models) == 1:
         return next(iter(models))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -19,12 +20,13 @@ from stoker.base.errors import InvalidRequest, NotFound
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import Role
-from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.admission import Admission, AdmittedRequest
 from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8, fields
-from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, method_not_allowed
 from stoker.gateway.config import ProxySettings
+from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import RequestIds, given_request_id, requested_model
 from stoker.gateway.path.errors import reply_of
 from stoker.gateway.path.forwarding import forward_to_any
@@ -82,6 +84,7 @@ _Forwarded = msgspec.defstruct("_Forwarded", [(name, Any, None) for name in sort
 
 class _NamedInput(msgspec.Struct):
     model: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None = None
+    service_tier: str | None = None
 
 
 class _Counts(msgspec.Struct):
@@ -103,6 +106,7 @@ class EmbeddingsEndpoint:
         upstreams: Upstreams,
         keys: ApiKeys,
         admission: Admission,
+        flex: FlexGate,
         meter: UsageLedger,
         on_end: Callable[[UsageRow], None],
         settings: ProxySettings,
@@ -114,6 +118,7 @@ class EmbeddingsEndpoint:
         self._upstreams = upstreams
         self._keys = keys
         self._admission = admission
+        self._flex = flex
         self._meter = meter
         self._on_end = on_end  # also called for requests that failed
         self._settings = settings
@@ -121,49 +126,79 @@ class EmbeddingsEndpoint:
         self._aliases = aliases
         self._ids = RequestIds()
 
-    async def answer(self, request: EndpointRequest) -> Reply:
-        caller = self._keys.authenticate(request)
+    async def answer(self, request: HttpRequest) -> Reply:
         if request.method != b"POST":
+            self._keys.authenticate(request)
             return method_not_allowed(request.path, request.method, [b"POST"])
+        caller = request.caller  # FrontGate has authenticated it
         began_s, time_s, row_id = self._clock(), time.time(), self._ids.new()
         request_id = given_request_id(request.header(b"x-request-id")) or row_id.encode()
         await self._admission.prepare(caller)
         claim = self._admission.claim(caller)
         tokens = 0
         try:
-            model, body = self._read(request.body)
+            model, body, is_flex = self._read(request.body)
             members = self._members(model, request.path)
             estimate = max(1, len(body) // _BYTES_PER_TOKEN)
-            await self._admission.enter(claim, estimate, lane=model)
-            head = UsageHead(
-                row_id, time_s, caller.key_id, caller.tenant, model, None, PATHS[request.path], request_id.decode()
-            )
-            record = _EndedRequest(head, self._meter.open(head), began_s)
+            leave = await self._enter(request if is_flex else None, claim, estimate, model)
             try:
-                reply, member = await self._forward(members, request.path, body, estimate)
-                record.worker, record.status = member.worker_id, reply.status
-                if reply.status == 200:
-                    tokens = record.tokens = _num_tokens(reply.body, len(body), estimate)
-            except Exception as error:
-                record.status = reply_of(error).status
-                raise
+                head = UsageHead(
+                    row_id, time_s, caller.key_id, caller.tenant, model, None, PATHS[request.path], request_id.decode()
+                )
+                reply = await self._run(head, members, request.path, body, estimate, began_s)
             finally:
-                row = record.row(self._clock())
-                self._meter.settle(record.running, row)
-                self._on_end(row)
+                leave()
+            tokens = _num_tokens(reply.body, len(body), estimate) if reply.status == 200 else 0
         finally:
             claim.done(tokens, 0)
         return Reply(reply.status, [*reply.headers, (b"x-request-id", request_id)], reply.body)
 
-    def _read(self, raw: bytes) -> tuple[str, bytes]:
-        """Return the model and the body for the worker."""
+    async def _run(
+        self, head: UsageHead, members: list[Member], path: bytes, body: bytes, estimate: int, began_s: float
+    ) -> Reply:
+        """Forward an admitted request. Its row is written however it ends."""
+        record = _EndedRequest(head, self._meter.open(head), began_s)
+        try:
+            reply, member = await self._forward(members, path, body, estimate)
+            record.worker, record.status = member.worker_id, reply.status
+            if reply.status == 200:
+                record.tokens = _num_tokens(reply.body, len(body), estimate)
+            return reply
+        except Exception as error:
+            record.status = reply_of(error).status
+            raise
+        finally:
+            row = record.row(self._clock())
+            self._meter.settle(record.running, row)
+            self._on_end(row)
+
+    async def _enter(
+        self, flex: HttpRequest | None, claim: AdmittedRequest, num_tokens: int, model: str
+    ) -> Callable[[], object]:
+        """Wait until a request is admitted. `flex` is the request if it is a flex one. Return what ends its admission."""
+        if flex is not None:
+            flex.on_gone = flex.task.cancel  # if it is preempted, too
+            slot = await self._admission.enter_idle(claim, lambda: num_tokens, self._flex, flex.on_preempt, lane=model)
+            return slot.end
+        lane = self._flex.interactive_began(model)
+        leave = partial(self._flex.interactive_ended, lane)
+        try:
+            await self._admission.enter(claim, num_tokens, lane=model)
+        except BaseException:
+            leave()
+            raise
+        return leave
+
+    def _read(self, raw: bytes) -> tuple[str, bytes, bool]:
+        """Return the model, the body for the worker, and True for a flex request."""
         check_utf8(raw)
-        name = decode(_NamedInput, raw).model
+        given = decode(_NamedInput, raw)
         if _MAYBE_MEDIA.search(raw) and _has_media(list(asdict(decode(_Forwarded, raw)).values())):
             raise InvalidRequest("Only text is accepted here, no images, audio or video.", code="unsupported_content")
-        model = requested_model(name, self._fleet, self._aliases)
+        model = requested_model(given.model, self._fleet, self._aliases)
         table = {key: value for key, value in fields(raw).items() if key in _FIELDS}
-        return model, msgspec.json.encode({**table, "model": Raw(msgspec.json.encode(model))})
+        body = msgspec.json.encode({**table, "model": Raw(msgspec.json.encode(model))})
+        return model, body, given.service_tier == "flex"
 
     def _members(self, model: str, path: bytes) -> list[Member]:
         """Return the workers that may serve the request, the least loaded first."""

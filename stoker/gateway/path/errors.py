@@ -67,6 +67,17 @@ class LegFailed(WorkerFailure):
         self.refused = refused
 
 
+class LegMoved(StokerError):
+    """A worker that drains has handed the request off, as it was asked to. Another worker continues it."""
+
+    code = "worker_moved"
+
+    def __init__(self, worker_id: WorkerId, has_kv: bool) -> None:
+        super().__init__(f"worker {worker_id} has handed the request off")
+        self.worker_id = worker_id
+        self.has_kv = has_kv  # the next worker can pull the KV
+
+
 class WorkersFailed(StokerError):
     """Two workers failed while they ran this request, so no other worker gets it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
@@ -30,6 +31,7 @@ from stoker.gateway.path.cache_report import CACHE_HEADER, cache_report, wants_c
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import AnswerLate, AnswerTooLarge, BadAnswer, LegFailed, Refused
 from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, OWN_ACCESS, kind_of, known_status
+from stoker.gateway.path.moves import MovableLeg
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.running_usage import STATUS
@@ -150,6 +152,10 @@ class Legs:
 
     # ---- requests to workers
 
+    def movable(self, leg: Leg) -> AbstractContextManager[MovableLeg]:
+        """Let other workers take this leg's request over while the context is open."""
+        return self._services.moves.open(leg.worker.worker_id, self.call.query.model)
+
     async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
         """Send a leg's request and return the worker's response once its head has arrived.
 
@@ -161,6 +167,8 @@ class Legs:
             self._begin_prefill(upstream)
         span = call.trace.begin("leg.prefill" if leg is self.prefill else "leg.decode")
         began_s = self._services.clock()
+        if call.sent_s is None:
+            call.sent_s = began_s
         try:
             answer = await upstream.pool.send(
                 b"POST",
@@ -187,7 +195,8 @@ class Legs:
     def work_header(self, leg: Leg) -> bytes:
         """Return the header that tells a Stoker worker what it will tell the other gateways."""
         work = leg.reservation
-        value = work_header(self._services.gateway, work.prefill_tokens, work.output_tokens)
+        is_flex = self.call.envelope.is_flex
+        value = work_header(self._services.gateway, work.prefill_tokens, work.output_tokens, is_flex=is_flex)
         return b"%s: %s\r\n" % (WORK_HEADER.encode(), value.encode())
 
     async def send_shielded(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
@@ -258,16 +267,21 @@ class Legs:
         """
         request = self.call.request
         write, has_begun, sent_bytes = request.write, False, 0
+        clock, saw_gap, last_s = self._services.clock, self._services.metrics.itl_s.observe, self.call.last_piece_s
 
         def sink(data: bytes) -> None:
-            nonlocal has_begun, sent_bytes
+            nonlocal has_begun, sent_bytes, last_s
             shown = push(data)
             if shown:
                 sent_bytes += len(shown)
+                now = clock()
+                if last_s is not None:
+                    saw_gap(now - last_s)
+                last_s = now
                 if not has_begun:
                     has_begun = True
                     self.begin(answer)
-                    self._services.fleet.saw_first_token(leg.worker.worker_id, self._services.clock())
+                    self._services.fleet.saw_first_token(leg.worker.worker_id, now)
                 write(shown)
 
         request.on_pause, request.on_resume = answer.pause, answer.resume
@@ -284,6 +298,7 @@ class Legs:
         finally:
             request.on_pause = request.on_resume = None
             self.call.sent_bytes += sent_bytes
+            self.call.last_piece_s = last_s
 
     def done(self, leg: Leg, answer: WorkerResponse) -> None:
         """Mark a leg as successful."""
@@ -322,6 +337,7 @@ class Legs:
         now = self._services.clock()
         self.prefill.reservation.end(now)
         if handed_off:
+            self.call.handed_off_s = now
             self._computed_prompt(now)
             self.has_handed_off = True
             self._transfer = self.call.trace.begin("transfer")

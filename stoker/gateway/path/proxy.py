@@ -3,6 +3,7 @@
 - Before the first byte, a failed request is retried on another worker: up to `proxy.retries` times, after a short random
   backoff, and only while retries stay a small share of all requests. An overloaded fleet must not get every request
   several times.
+- A worker that drains hands its requests off, and they continue on other workers (`moves.py`). That is no failure.
 - After the first byte, only a worker that can continue exactly where the stream stopped may take over. While there is
   none, the client waits for up to `proxy.resume_grace_s`.
 - A request on which two workers failed goes to no third one, because it may be the cause. Refused connections and overload
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
@@ -24,7 +26,7 @@ from stoker.fleet.spec import Role
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS, Dialect
-from stoker.gateway.path.errors import LegFailed
+from stoker.gateway.path.errors import LegFailed, LegMoved
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.messages_as_chat import run_as_chat
 from stoker.gateway.path.retries import RetryBudget, RetryState
@@ -52,7 +54,7 @@ class Proxy:
         self._debug_routes = debug_routes
         self._suspects = SuspectRequests(services.settings.suspect_s)
         self._dialects: dict[str, Dialect] = {name: DIALECTS.get(name)() for name in DIALECTS}
-        self._resumable = frozenset(name for name, dialect in self._dialects.items() if dialect.resumes)
+        self._resumable = services.moves.dialects
 
     def run(self, call: Call) -> Awaitable[None]:
         """Run `call` to its end. Exceptions are sent to the client, as a response or as the last event of a stream."""
@@ -75,7 +77,7 @@ class Proxy:
         retries: RetryState | None = None  # created by the first failure
         try:
             while True:
-                route = self._choose(call.query, call) if retries is None else await retries.next_route()
+                route = self._choose(self._first(call), call) if retries is None else await retries.next_route()
                 try:
                     await self._run(call, route)
                     if retries is not None:
@@ -88,12 +90,22 @@ class Proxy:
                     if retries is None:
                         retries = self._retry_state(call, trial)
                     retries.failed(failed)
+                except LegMoved as moved:
+                    if retries is None:
+                        retries = self._retry_state(call, trial)
+                    retries.moved(moved)
                 finally:
                     route.end(self._services.clock())
         except StokerError:
             if retries is not None:
                 self._remember_crashes(call, retries, trial)
             raise
+
+    def _first(self, call: Call) -> RouteQuery:
+        """Return the query of the first attempt. Only some workers can continue a stream that another gateway began."""
+        if not call.request.started:
+            return call.query
+        return replace(call.query, needs_dialect=self._resumable, matches=None)
 
     def _completed(self, call: Call, retries: RetryState) -> None:
         retries.completed()

@@ -11,7 +11,7 @@ from typing import NoReturn
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.gateway.path.call import Call
-from stoker.gateway.path.errors import LegFailed, StreamBroken, WorkersFailed
+from stoker.gateway.path.errors import LegFailed, LegMoved, StreamBroken, WorkersFailed
 from stoker.gateway.path.failure_kinds import CRASHES, MAX_STRIKES, NEEDS_SECOND_OPINION, STRIKES
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.suspects import ENOUGH_CRASHES
@@ -67,6 +67,7 @@ class RetryState:
         self._grace_s = grace_s
         self._excluded: set[WorkerId] = set()
         self._last: LegFailed | None = None
+        self._moved: LegMoved | None = None  # if the last worker did not fail, but handed the request off
         self._known_tokens = 0  # tokens streamed when the previous worker was lost
         self._give_up_at = 0.0
         self._num_earlier_crashes = num_crashes
@@ -80,8 +81,8 @@ class RetryState:
         """Choose and reserve the next route; the caller must end it. Waits up to `grace_s` while no worker is usable."""
         assert self._last is not None, "next_route() called before a failure"
         is_resume = self._call.request.started
-        dialects = self._resumable if is_resume else None
-        if not is_resume:
+        dialects = self._resumable if is_resume or self._call.continues else None
+        if not is_resume and self._moved is None:
             self._give_up_at = self._services.clock() + self._grace_s
             await asyncio.sleep(random.uniform(*_BACK_OFF_S))
         while True:
@@ -97,7 +98,7 @@ class RetryState:
 
     def failed(self, failed: LegFailed) -> None:
         """Record a failure. Returns if the request may continue, else raises the error for the client."""
-        self._last = failed
+        self._last, self._moved = failed, None
         self._excluded.add(failed.worker_id)
         if failed.kind in STRIKES:
             self._strike(failed)
@@ -105,6 +106,15 @@ class RetryState:
             self._stream_lost(failed)
         else:
             self._retry(failed)
+
+    def moved(self, moved: LegMoved) -> None:
+        """Record that a worker handed the request off. It is no failure, and costs no retry."""
+        self._moved = moved
+        self._last = LegFailed(moved.worker_id, "lost", moved.message)
+        self._excluded = {moved.worker_id}
+        self._known_tokens = self._call.memory.num_tokens
+        self._give_up_at = self._services.clock() + self._grace_s
+        self._services.metrics.moves["with_kv" if moved.has_kv else "without_kv"] += 1
 
     def completed(self) -> None:
         """Report the workers that failed this request: another one has completed it, so the request was not the cause."""
@@ -163,7 +173,15 @@ class RetryState:
         query = self._call.query
         num_tokens = query.num_tokens + self._call.memory.num_tokens
         excluded = frozenset(self._excluded)
-        again = replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects, matches=None)
+        holds_kv = self._moved is not None and self._moved.has_kv
+        again = replace(
+            query,
+            num_tokens=num_tokens,
+            excluded=excluded,
+            needs_dialect=dialects,
+            matches=None,
+            brings_kv=holds_kv,
+        )
         try:
             return self._choose(again)
         except ModelNotFound as gone:  # the model was served when the request arrived; its worker may register again

@@ -11,6 +11,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.gateway.config import ProxySettings
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.path.handoff_hints import HandoffHints
+from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.records.metrics import GatewayMetrics
 
@@ -44,6 +45,7 @@ class ProxyServices:
     cleanups: CleanupTasks
     clock: Callable[[], float]
     doctor: CacheDoctor
+    moves: Moves
     hints: HandoffHints = field(default_factory=HandoffHints)
     gateway: str = "gateway"  # this gateway's name among those that use the same workers
     # Read for every request, so they are computed once.

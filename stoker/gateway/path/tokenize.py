@@ -8,7 +8,7 @@ generating requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import msgspec
@@ -17,7 +17,7 @@ from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission
-from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, method_not_allowed
@@ -31,8 +31,11 @@ from stoker.proto.openai.decode import decode
 from stoker.routing.query import ModelNotFound
 
 # Only Stoker workers serve these.
-_COUNTING = frozenset({INPUT_TOKENS_PATH.encode(), COUNT_TOKENS_PATH.encode()})
+_INPUT_TOKENS = INPUT_TOKENS_PATH.encode()
+_COUNTING = frozenset({_INPUT_TOKENS, COUNT_TOKENS_PATH.encode()})
 PATHS = frozenset({b"/tokenize", b"/detokenize"}) | _COUNTING
+
+CountedBody = Callable[[Caller, bytes], Awaitable[bytes]]
 
 _ROLES = frozenset(Role)
 _MAX_BODY_BYTES = 8 << 20
@@ -68,7 +71,8 @@ class TokenizeEndpoint:
         self._clock = clock
         self._aliases = aliases
 
-    async def answer(self, request: EndpointRequest) -> Reply:
+    async def answer(self, request: EndpointRequest, counted_body: CountedBody) -> Reply:
+        """Answer a request. `counted_body` adds the stored conversation that a request of the Responses API continues."""
         caller = self._keys.authenticate(request)
         if request.method != b"POST":
             return method_not_allowed(request.path, request.method, [b"POST"])
@@ -83,27 +87,31 @@ class TokenizeEndpoint:
                 raise Overloaded(message, code="rate_limited")
             self._num_open[tenant] += 1
             try:
-                return await self._answer(request)
+                body = request.body
+                if request.path == _INPUT_TOKENS:
+                    body = await counted_body(caller, body)
+                return await self._answer(request.path, body)
             finally:
                 self._num_open[tenant] -= 1
         finally:
             claim.done()
 
-    async def _answer(self, request: EndpointRequest) -> Reply:
-        if len(request.body) > _MAX_BODY_BYTES:
-            path, size = request.path.decode(), len(request.body)
-            raise InvalidRequest(f"{path} accepts bodies of up to {_MAX_BODY_BYTES} bytes, and this one has {size}.")
-        check_utf8(request.body)
-        name = decode(_NamedModel, request.body).model
+    async def _answer(self, path: bytes, body: bytes) -> Reply:
+        if len(body) > _MAX_BODY_BYTES:
+            raise InvalidRequest(
+                f"{path.decode()} accepts bodies of up to {_MAX_BODY_BYTES} bytes, and this one has {len(body)}."
+            )
+        check_utf8(body)
+        name = decode(_NamedModel, body).model
         model = requested_model(name, self._fleet, self._aliases)
-        body = renamed_body(request.body, name, model)
+        body = renamed_body(body, name, model)
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
         members = self._fleet.candidates(model, _ROLES, self._clock())
-        if request.path in _COUNTING:
+        if path in _COUNTING:
             stoker = [member for member in members if member.spec.dialect == "stoker"]
             if members and not stoker:
                 raise NotFound(f"The workers of model {model!r} do not count tokens.", code="unknown_url")
             members = stoker
-        reply, _ = await forward_to_any(members, self._upstreams, self._settings, request.path, body, _MAX_ANSWER_BYTES)
+        reply, _ = await forward_to_any(members, self._upstreams, self._settings, path, body, _MAX_ANSWER_BYTES)
         return reply

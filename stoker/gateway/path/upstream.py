@@ -102,13 +102,16 @@ class Upstreams:
             return known
         if known is not None:  # the worker registered again with another URL
             known.pool.close()
+        upstream = self._known[member.spec.worker_id] = self.apart(member)
+        return upstream
+
+    def apart(self, member: Member) -> Upstream:
+        """Return a new state for a worker, with connections of its own, which the caller must close."""
         origin = Origin.from_url(member.spec.url)
         key = self._api_keys.get(member.spec.url)
         headers = b"" if key is None else header_block([(b"authorization", b"Bearer " + key.encode())])
         pool = ConnectionPool(origin, self._limits, self._signers.signer(member.spec), READY_PATH.encode())
-        upstream = Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
-        self._known[member.spec.worker_id] = upstream
-        return upstream
+        return Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
 
     def cut(self, worker_id: WorkerId) -> None:
         """Cancel all attempts that wait for a worker that is gone or hangs. They continue on other workers if possible."""

@@ -186,10 +186,17 @@ class Meter:
                     # One bad row must not block the others, so write them one by one.
                     return all(self._write([one], price_ids) for one in batch)
                 log.error("usage_row_refused", row=repr(batch[0][2]), reason=error.detail)
-            except StoreUnavailable as error:
+            except Exception as error:  # also an unexpected one: without this thread, no row would be written any more
                 price_ids.clear()
                 if tries in (0, 10, 100) or tries % 1000 == 0:
-                    log.error("usage_not_written", rows=len(batch), waiting=len(self._rows), reason=error.detail)
+                    is_known = isinstance(error, StoreUnavailable)
+                    log.error(
+                        "usage_not_written",
+                        exc_info=not is_known,
+                        rows=len(batch),
+                        waiting=len(self._rows),
+                        reason=error.detail if isinstance(error, StoreUnavailable) else repr(error),
+                    )
                 if self._closing and tries >= _CLOSE_TRIES:
                     return False
                 time.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])

@@ -14,6 +14,10 @@ from stoker.gateway.records.usage_row import UsageRow
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
+)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _OWN_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
@@ -32,8 +36,11 @@ class GatewayMetrics:
         self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
         self.cached_tokens: defaultdict[str, int] = defaultdict(int)
         self.completion_tokens: defaultdict[str, int] = defaultdict(int)
+        self.tier_tokens: defaultdict[str, int] = defaultdict(int)
+        self.ttft_parts_s: defaultdict[str, float] = defaultdict(float)
         self.retries: defaultdict[str, int] = defaultdict(int)
         self.resumes: defaultdict[str, int] = defaultdict(int)
+        self.moves: defaultdict[str, int] = defaultdict(int)
         self.handoffs: defaultdict[str, int] = defaultdict(int)
         self.refusals: defaultdict[str, int] = defaultdict(int)
         self.bad_requests: defaultdict[str, int] = defaultdict(int)
@@ -41,6 +48,7 @@ class GatewayMetrics:
         self.dropped_fields: defaultdict[str, int] = defaultdict(int)
         self.upstream: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.ttft_s = Histogram(_TTFT_S)
+        self.itl_s = Histogram(_ITL_S)
         self.e2e_s = Histogram(_E2E_S)
         self.queue_s = Histogram(_QUEUE_S)
         self.keys_s = Histogram(_OWN_S)
@@ -52,7 +60,7 @@ class GatewayMetrics:
         """Add a finished generating request. It is counted later, in a batch."""
         self._fresh.append(row)
         if len(self._fresh) >= _MAX_UNCOUNTED:
-            self._count()
+            self.count()
 
     def gauge(self, name: str, text: str, read: Callable[[], float], *, kind: str = "gauge") -> None:
         """Add a metric whose value is read from its owner when /metrics is read."""
@@ -62,10 +70,11 @@ class GatewayMetrics:
         self._gauges.append((name, text, kind, read))
 
     def render(self) -> bytes:
-        self._count()
+        self.count()
         return "\n".join([*self._lines(), ""]).encode()
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Count the requests that ended since the last call."""
         rows, self._fresh = self._fresh, []
         self.requests.update([(row.endpoint, row.status) for row in rows])
         # A refused request's model name comes from the client. Labels from it would be unbounded, so it is not counted.
@@ -86,7 +95,10 @@ class GatewayMetrics:
             ("prompt_tokens", "Prompt tokens of served requests", "model", self.prompt_tokens),
             ("cached_tokens", "Prompt tokens of served requests that were found in cache", "model", self.cached_tokens),
             ("completion_tokens", "Tokens generated", "model", self.completion_tokens),
+            ("cached_tier_tokens", "Cached prompt tokens by the tier that held them", "tier", self.tier_tokens),
+            ("ttft_part_seconds", "Time to the first byte of all requests by its parts", "part", self.ttft_parts_s),
             ("retries", "Requests sent to another worker before the first byte", "reason", self.retries),
+            ("moves", "Running requests that a draining worker handed to another one", "outcome", self.moves),
             ("resumes", "Broken streams continued, or not, by another worker", "outcome", self.resumes),
             ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
             ("refusals", "Requests refused before admission", "code", self.refusals),
@@ -101,6 +113,7 @@ class GatewayMetrics:
         )
         for name, text, histogram in (
             ("ttft", "Time from a request's arrival to the first byte of its answer", self.ttft_s),
+            ("itl", "Time between two pieces of a stream", self.itl_s),
             ("e2e", "Time from a request's arrival to its end", self.e2e_s),
             ("queue", "Time a request waited for admission", self.queue_s),
             ("keys", "Time to compute a conversation's prefix keys", self.keys_s),
@@ -111,7 +124,7 @@ class GatewayMetrics:
             yield from _family(name, text, kind, read())
 
 
-def _labelled(label: str, counts: Mapping[str, int]) -> Iterator[Sample]:
+def _labelled(label: str, counts: Mapping[str, float]) -> Iterator[Sample]:
     return ((((label, value),), float(count)) for value, count in counts.items())
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from stoker.base.errors import Overloaded
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.store.store import StoreRefused, Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 
@@ -32,11 +33,16 @@ class Retention:
     """Deletes rows that are older than `keep_days`, once in an hour. None keeps everything."""
 
     def __init__(
-        self, threads: StoreThreads | None, keep_days: float | None, unix_time: Callable[[], float] = time.time
+        self,
+        threads: StoreThreads | None,
+        keep_days: float | None,
+        unix_time: Callable[[], float] = time.time,
+        errors: TaskErrors | None = None,
     ) -> None:
         self._threads = threads
         self._keep_days = keep_days
         self._unix_time = unix_time
+        self._errors = errors or TaskErrors()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -49,13 +55,15 @@ class Retention:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, threads: StoreThreads, keep_days: float) -> None:
-        await asyncio.sleep(_FIRST_S)
-        while True:
+        async def turn() -> None:
             try:
                 await delete_old(threads, self._unix_time() - keep_days * _DAY_S)
             except (Overloaded, StoreRefused) as error:
                 log.warning("old_rows_not_deleted", reason=error.message)
             await asyncio.sleep(_EVERY_S)
+
+        await asyncio.sleep(_FIRST_S)
+        await repeat("retention", turn, self._errors)
 
 
 async def delete_old(threads: StoreThreads, before_s: float) -> int:

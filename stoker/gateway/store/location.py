@@ -42,6 +42,11 @@ class StoreLocation:
         return without_password(self.text) if self.is_url else self.text
 
     @property
+    def exists(self) -> bool:
+        """False if opening the store would create its file."""
+        return self.is_url or Path(self.text).expanduser().exists()
+
+    @property
     def slots_path(self) -> Path:
         """The write-ahead files of this store on this machine are this path and `-N`."""
         if self.is_url:

@@ -37,7 +37,8 @@ class MembershipChanges(Protocol):
     def restarted(self, worker_id: WorkerId) -> None:
         """Note that a new process runs at the worker's address."""
 
-    def remove(self, worker_id: WorkerId) -> None: ...
+    def remove(self, worker_id: WorkerId, *, moves: bool = False) -> None:
+        """Remove a worker. `moves`: continue its running requests on other workers."""
 
 
 class RegistrationEndpoint:
@@ -81,7 +82,7 @@ class RegistrationEndpoint:
         except ConfigError as error:
             raise InvalidRequest(error.message) from error
         if request.method == b"DELETE":
-            self._sign_off(worker_id)
+            self._sign_off(worker_id, registration.moving)
         else:
             self._register(spec, registration)
         return json_reply({"worker": worker_id})
@@ -96,9 +97,9 @@ class RegistrationEndpoint:
             self._workers.restarted(spec.worker_id)
         self._processes[spec.worker_id] = registration.worker_id
 
-    def _sign_off(self, worker_id: WorkerId) -> None:
+    def _sign_off(self, worker_id: WorkerId, moves: bool) -> None:
         self._processes.pop(worker_id, None)
         known = self._fleet.member(worker_id)
         if known is not None and not known.spec.from_config:
-            self._workers.remove(worker_id)
+            self._workers.remove(worker_id, moves=moves)
             log.event("worker_left", worker=worker_id)

@@ -20,7 +20,7 @@ from stoker.base import log as logs
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.spec import LoadReport, WorkerSpec
+from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 from stoker.gateway.http import (
     ClientLimits,
     ConnectionPool,
@@ -77,6 +77,8 @@ class WatchContext:
     clock: Callable[[], float]
     signers: WorkerSigners
     on_lost: Callable[[WorkerId], None]
+    on_moving: Callable[[WorkerId], None]  # the worker drains, and wants its requests to continue elsewhere
+    on_role: Callable[[WorkerId, Role], None]  # the worker was given this role while it ran
     other_work: OtherWork
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
@@ -96,7 +98,6 @@ class Watcher:
         self._load_probe = load_probe
         self._signer = context.signers.signer(spec)
         self._is_proven = self._signer is None  # whether the worker's last answer proved that it has the fleet's secret
-        self._event_security = event_security(None if self._signer is None else context.signers.key)
         self._pool = ConnectionPool(Origin.from_url(spec.url), ClientLimits(max_idle=2), self._signer)
         self._headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
         self._random = random.Random(spec.worker_id)
@@ -116,6 +117,14 @@ class Watcher:
     @property
     def info(self) -> WorkerInfo | None:
         return self._info
+
+    async def metrics_page(self) -> bytes | None:
+        """Return the worker's /metrics, or None if it does not answer."""
+        try:
+            status, page = await self._get(b"/metrics")
+        except (Unreachable, NoSocketLeft, ResponseLost, TimeoutError):
+            return None
+        return page if status == 200 else None
 
     def refresh(self) -> None:
         """Read everything again: the worker is a new process, so what is known may be outdated."""
@@ -346,6 +355,10 @@ class Watcher:
         # A new process gets no requests before its models are known: the worker may have been given another one.
         is_known = self._process_id in (None, report.worker_id)
         self._report_state(True, is_known and report.ready and not report.draining and self._is_proven)
+        if report.role_assigned and self._is_proven:
+            self._context.on_role(self.spec.worker_id, Role(report.role))
+        if report.draining and report.moving and self._is_proven:
+            self._context.on_moving(self.spec.worker_id)
         if not is_known:
             self._info = None
             self._learn_soon()
@@ -366,16 +379,18 @@ class Watcher:
         model = next((name for name in self._models if makers.exact(name) is not None), None)
         block_tokens = makers.block_tokens(model) if model is not None else None
         stores = dict(info.stores) if info else {}
-        following = (events, replay, info.worker_id if info else None, block_tokens, self._models, stores)
+        key, secret_id = self._context.signers.key, info.secret_id if info else None
+        following = (events, replay, info.worker_id if info else None, block_tokens, self._models, stores, secret_id)
         if following == self._following:
             return
         self._unfollow()
         self._following = following
         zmq_context = self._context.zmq_context
         is_stoker = spec.dialect == _STOKER
+        security = event_security(None if self._signer is None or key is None else key.with_id(secret_id))
         if block_tokens is None:
             if is_stoker:
-                self._follower = LoadListener(zmq_context, events, self._on_report, self._event_security)
+                self._follower = LoadListener(zmq_context, events, self._on_report, security)
             return
         indexes = {id(index): index for index in (self._context.indexes[name] for name in self._models)}
         index = WorkerIndex(spec.worker_id, list(indexes.values()))
@@ -392,7 +407,7 @@ class Watcher:
             rekeyer,
             snapshots=is_stoker,
             on_report=on_report,
-            security=self._event_security,
+            security=security,
         )
 
     def _unfollow(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import zmq
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
-from stoker.fleet.spec import WorkerSpec
+from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 from stoker.gateway.watch.other_work import OtherWork
@@ -37,6 +38,8 @@ class Watchers:
         api_keys: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_lost: Callable[[WorkerId], None] = lambda worker_id: None,
+        on_moving: Callable[[WorkerId], None] = lambda worker_id: None,
+        on_role: Callable[[WorkerId, Role], None] = lambda worker_id, role: None,
         other_work: OtherWork | None = None,
     ) -> None:
         self._context = WatchContext(
@@ -47,6 +50,8 @@ class Watchers:
             clock=clock,
             signers=signers or WorkerSigners(),
             on_lost=on_lost,
+            on_moving=on_moving,
+            on_role=on_role,
             other_work=other_work or OtherWork(LoadBook(), ""),
             zmq_context=zmq.Context(),
         )
@@ -54,9 +59,10 @@ class Watchers:
         self._watchers: dict[WorkerId, Watcher] = {}
 
     def start(self, spec: WorkerSpec, load_probe: type[LoadProbe] = NoLoadProbe) -> None:
-        """Watch a worker. If it is already watched, replace the watcher only if its spec has changed."""
+        """Watch a worker. If it is already watched, replace the watcher only if more of its spec than the role has changed."""
         known = self._watchers.get(spec.worker_id)
-        if known is not None and known.spec == spec:
+        if known is not None and replace(known.spec, role=spec.role) == spec:
+            known.spec = spec
             return
         self._watchers[spec.worker_id] = Watcher(spec, self._context, load_probe(), self._api_keys.get(spec.url))
         if known is not None:
@@ -72,6 +78,11 @@ class Watchers:
         """Return the worker's latest description of itself, or None if there is none or it may be outdated."""
         watcher = self._watchers.get(worker_id)
         return None if watcher is None else watcher.info
+
+    async def metrics_page(self, worker_id: WorkerId) -> bytes | None:
+        """Return a worker's /metrics, or None if it does not answer."""
+        watcher = self._watchers.get(worker_id)
+        return None if watcher is None else await watcher.metrics_page()
 
     def stop(self, worker_id: WorkerId) -> Watcher | None:
         """Stop watching a worker that left the fleet. The caller must close the returned watcher."""

@@ -28,7 +28,7 @@ class KvGroup:
     `kind` says which tokens of a sequence the layers need, and what they hold of each. "full": K and V of all tokens.
     "window": K and V of the last `extent` tokens, the token itself included. "chunk": K and V of the tokens in the same
     chunk, which is position // extent. "latent": one segment for all tokens, MLA's compressed KV; it has one head, which
-    every rank holds.
+    every rank holds. A stage of a pipeline holds the `held` layers of the group, counted within the group.
     """
 
     num_layers: int
@@ -36,10 +36,17 @@ class KvGroup:
     width: int
     kind: str = "full"
     extent: int = 0  # tokens of a window or a chunk, else 0
+    held: range | None = None  # None: all layers
 
     def __post_init__(self) -> None:
         assert self.kind in _SEGMENTS, self.kind
         assert (self.extent > 0) == (self.kind in LOCAL_KINDS), f"{self.kind} with extent {self.extent}"
+        assert self.held is None or 0 <= self.held.start < self.held.stop <= self.num_layers, f"{self.held} of {self}"
+
+    @property
+    def layers(self) -> range:
+        """The layers of this rank, counted within the group."""
+        return range(self.num_layers) if self.held is None else self.held
 
     @property
     def num_segments(self) -> int:
@@ -67,7 +74,7 @@ class GroupLayout:
 
     @property
     def num_pages(self) -> int:
-        return self.group.num_layers * self.group.num_segments * self.num_heads
+        return len(self.group.layers) * self.group.num_segments * self.num_heads
 
     @property
     def num_bytes(self) -> int:
@@ -92,8 +99,8 @@ class KvLayout:
 
     A block is contiguous, so that it can be offloaded in one copy. Heads come before tokens, so that ranks of another
     tensor-parallel size can take their heads. A rank holds `held_heads` of the layout's `model_heads`, starting at
-    `first_head`. The heads of a layout are those of the group that has the fewest. A group with n times as many has n
-    of its own for each of them.
+    `first_head`, and the layers that its groups say. The heads of a layout are those of the group that has the fewest. A
+    group with n times as many has n of its own for each of them.
     """
 
     groups: tuple[KvGroup, ...]
@@ -102,8 +109,12 @@ class KvLayout:
     dtype_bytes: int
     first_head: int = 0
     held_heads: int | None = None  # None: all
+    part: int = 0  # this rank's part of the tokens of each block, if `num_parts` ranks split the context
+    num_parts: int = 1
 
     def __post_init__(self) -> None:
+        if self.block_tokens % self.num_parts:
+            raise ValueError(f"blocks of {self.block_tokens} tokens cannot be split into {self.num_parts} parts")
         counts = [group.num_heads for group in self.groups]
         if gcd(*counts) != min(counts):
             raise ValueError(f"groups with {counts} heads: each number must be a multiple of the smallest")
@@ -152,7 +163,12 @@ class KvLayout:
 
     def page_bytes(self, group: KvGroup) -> int:
         """Return the bytes of one head in one segment. They are contiguous whatever heads a rank holds."""
-        return self.block_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+        return self.page_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a block that this rank holds."""
+        return self.block_tokens // self.num_parts
 
     @cached_property
     def places(self) -> tuple[GroupLayout, ...]:
@@ -178,13 +194,28 @@ class KvLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the bytes of this rank, so that blocks of ranks with different heads are never mixed up."""
-        shape = self._shape(self.num_heads)
-        return shape if self.num_heads == self.model_heads else f"{shape}@{self.first_head}/{self.model_heads}"
+        """Identifies the bytes of this rank, so that blocks of ranks with different heads, layers or tokens are never mixed
+        up."""
+        return self._shape(self.num_heads) + self.shard_name
+
+    @property
+    def shard_name(self) -> str:
+        """The heads, tokens and layers of this rank: a text that differs between ranks that hold different bytes. It is empty
+        for a rank that holds all of them."""
+        heads = "" if self.num_heads == self.model_heads else f"@{self.first_head}/{self.model_heads}"
+        heads += "" if self.num_parts == 1 else f"%{self.part}/{self.num_parts}"
+        if all(len(group.layers) == group.num_layers for group in self.groups):
+            return heads
+        return f"{heads}#" + "+".join(f"{group.layers.start}-{group.layers.stop}" for group in self.groups)
+
+    @property
+    def whole_part(self) -> BlockPart:
+        """Everything that this rank holds."""
+        return BlockPart(self.first_head, self.end_head, tuple(group.layers for group in self.groups))
 
     @property
     def identity(self) -> str:
-        """The same for all ranks of one model, whatever the tensor-parallel size."""
+        """The same for all ranks of one model, however it is split."""
         return self._shape(self.model_heads)
 
     def _shape(self, num_heads: int) -> str:
@@ -196,6 +227,31 @@ class KvLayout:
             kind = "" if group.kind == "full" else f"{group.kind}{group.extent or ''}-"
             shapes.append(kind + "x".join(map(str, sizes)))
         return f"kv1:{self.dtype}:{'+'.join(shapes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """Some heads and some layers of a block, counted as in the whole model. `layers` has a range for each group."""
+
+    first_head: int
+    end_head: int
+    layers: tuple[range, ...]
+
+    def __str__(self) -> str:
+        layers = ", ".join(f"{one.start} to {one.stop}" for one in self.layers)
+        return f"heads {self.first_head} to {self.end_head} of layers {layers}"
+
+    def is_held_by(self, layout: KvLayout) -> bool:
+        """Return True if a rank with this layout holds all of it, and it is not empty."""
+        return (
+            layout.first_head <= self.first_head < self.end_head <= layout.end_head
+            and len(self.layers) == len(layout.groups)
+            and all(
+                group.layers.start <= layers.start <= layers.stop <= group.layers.stop
+                for group, layers in zip(layout.groups, self.layers, strict=True)
+            )
+            and any(self.layers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +269,10 @@ class ByteRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSlice:
-    """The bytes of some heads of a block. The concatenated runs are the same bytes whatever other heads the block
-    has."""
+class BlockSlice:
+    """The bytes of a part of a block. The concatenated runs are the same bytes whatever else the block holds."""
 
-    runs: tuple[ByteRuns, ...]  # one entry per group, or a single run for all heads of a rank
+    runs: tuple[ByteRuns, ...]  # at most one entry per group, or a single run for all that a rank holds
 
     @property
     def total_bytes(self) -> int:
@@ -228,16 +283,22 @@ class HeadSlice:
         return len(self.runs) == 1 and self.runs[0].count == 1
 
 
-def head_slice(layout: KvLayout, first_head: int, end_head: int) -> HeadSlice:
-    """Return the slice of a block that holds these heads of the model. It is one run if it is all heads of the
-    rank."""
-    assert layout.first_head <= first_head < end_head <= layout.end_head, f"{first_head}..{end_head} of {layout}"
-    if end_head - first_head == layout.num_heads:
-        return HeadSlice((ByteRuns(0, layout.used_bytes, layout.used_bytes, 1),))
+def block_slice(layout: KvLayout, part: BlockPart) -> BlockSlice:
+    """Return the slice of a block that holds this part. It is one run if it is all that the rank holds."""
+    assert part.is_held_by(layout), f"{part} of {layout}"
+    if part == layout.whole_part:
+        return BlockSlice((ByteRuns(0, layout.used_bytes, layout.used_bytes, 1),))
     runs = []
-    for place in layout.places:
+    for place, layers in zip(layout.places, part.layers, strict=True):
+        if not layers:
+            continue
         head = place.page_bytes * (place.num_heads // layout.num_heads)
-        count = place.group.num_layers * place.group.num_segments
-        first = place.offset + (first_head - layout.first_head) * head
-        runs.append(ByteRuns(first, place.num_heads * place.page_bytes, (end_head - first_head) * head, count))
-    return HeadSlice(tuple(runs))
+        stride = place.num_heads * place.page_bytes
+        skipped = (layers.start - place.group.layers.start) * place.group.num_segments
+        count = len(layers) * place.group.num_segments
+        if part.end_head - part.first_head == layout.num_heads:  # neighbouring layers are contiguous
+            runs.append(ByteRuns(place.offset + skipped * stride, count * stride, count * stride, 1))
+            continue
+        first = place.offset + skipped * stride + (part.first_head - layout.first_head) * head
+        runs.append(ByteRuns(first, stride, (part.end_head - part.first_head) * head, count))
+    return BlockSlice(tuple(runs))

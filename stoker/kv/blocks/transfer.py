@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from hashlib import sha256
 
 from stoker.base.errors import StokerError
 from stoker.base.ids import BlockId, BlockKey
@@ -29,6 +30,11 @@ class KvIdentity:
     tokenizer: str  # digest
     layout: str  # of the whole model, so that ranks of different tensor-parallel sizes may share
     dtype: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A short digest, which is part of all block keys."""
+        return sha256(repr(self).encode()).hexdigest()[:16]
 
     def differences(self, other: KvIdentity) -> list[str]:
         """Return a description of each field that differs."""

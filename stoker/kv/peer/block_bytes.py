@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.base.ids import BlockId
 from stoker.kernels.transfer import to_device
-from stoker.kv.blocks.layout import ByteRuns, HeadSlice
+from stoker.kv.blocks.layout import BlockSlice, ByteRuns
 from stoker.kv.device.checksum import HostBytes, checksum, tensor_checksums
 from stoker.kv.device.device_kv import SetKv
 
@@ -31,10 +31,10 @@ BeforeWrite = Callable[[torch.cuda.Stream], None]
 class BlockSource(Protocol):
     """Reads slices of the pool's blocks."""
 
-    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
+    def host(self, blocks: Sequence[BlockId], part: BlockSlice) -> Iterator[HostBytes]:
         """Yield this slice of each block in turn. The bytes are valid until the next one is requested."""
 
-    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
+    def checksums(self, blocks: Sequence[BlockId], part: BlockSlice) -> list[int]:
         """Return the checksum of this slice of each block."""
 
 
@@ -42,7 +42,7 @@ class BlockSink(Protocol):
     """The destination of a pull's blocks 0, 1, ..."""
 
     @property
-    def part(self) -> HeadSlice: ...
+    def part(self) -> BlockSlice: ...
 
     @property
     def into(self) -> Sequence[BlockId] | None:
@@ -69,7 +69,7 @@ def source_of(kv: SetKv) -> BlockSource:
     return CudaSource(kv) if host is None else HostSource(host)
 
 
-def sink_of(kv: SetKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> BlockSink:
+def sink_of(kv: SetKv, blocks: Sequence[BlockId], part: BlockSlice, before_write: BeforeWrite) -> BlockSink:
     """Return a sink into these blocks of a pool."""
     host = kv.host_blocks()
     return (
@@ -84,7 +84,7 @@ def runs_of(block: HostBytes, runs: ByteRuns) -> NDArray[np.uint8]:
     return np.ndarray((runs.count, runs.num_bytes), np.uint8, block, runs.offset, (runs.stride, 1))
 
 
-def gather(block: HostBytes, part: HeadSlice, into: HostBytes) -> None:
+def gather(block: HostBytes, part: BlockSlice, into: HostBytes) -> None:
     """Copy a slice of a block into a contiguous buffer."""
     first = 0
     for runs in part.runs:
@@ -92,7 +92,7 @@ def gather(block: HostBytes, part: HeadSlice, into: HostBytes) -> None:
         first += runs.total_bytes
 
 
-def scatter(data: HostBytes, part: HeadSlice, block: HostBytes) -> None:
+def scatter(data: HostBytes, part: BlockSlice, block: HostBytes) -> None:
     """Copy a contiguous buffer into a slice of a block."""
     first = 0
     for runs in part.runs:
@@ -109,13 +109,13 @@ def device_runs(pool: Tensor, block_bytes: int, runs: ByteRuns) -> Tensor:
 class DevicePool:
     """The bytes of all blocks on one device. Slices of them are copied on the current stream."""
 
-    def __init__(self, pool: Tensor, block_bytes: int, part: HeadSlice) -> None:
+    def __init__(self, pool: Tensor, block_bytes: int, part: BlockSlice) -> None:
         """`pool` is a flat tensor of bytes."""
         self._runs = [device_runs(pool, block_bytes, runs) for runs in part.runs]
         self._sizes = [runs.total_bytes for runs in part.runs]
 
     @classmethod
-    def of(cls, kv: SetKv, part: HeadSlice) -> DevicePool:
+    def of(cls, kv: SetKv, part: BlockSlice) -> DevicePool:
         return cls(kv.blocks.view(-1).view(torch.uint8), kv.layout.block_bytes, part)
 
     def read(self, block: BlockId, into: Tensor) -> None:
@@ -145,7 +145,7 @@ class HostSource:
     def __init__(self, pool: NDArray[np.uint8]) -> None:
         self._pool = pool
 
-    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
+    def host(self, blocks: Sequence[BlockId], part: BlockSlice) -> Iterator[HostBytes]:
         if part.is_one_run:
             (run,) = part.runs
             for block in blocks:
@@ -156,12 +156,12 @@ class HostSource:
             gather(self._pool[block], part, scratch)
             yield scratch
 
-    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
+    def checksums(self, blocks: Sequence[BlockId], part: BlockSlice) -> list[int]:
         return [checksum(data) for data in self.host(blocks, part)]
 
 
 class HostSink:
-    def __init__(self, blocks: Sequence[HostBytes], part: HeadSlice, into: Sequence[BlockId] | None) -> None:
+    def __init__(self, blocks: Sequence[HostBytes], part: BlockSlice, into: Sequence[BlockId] | None) -> None:
         self.part = part
         self.into = into
         self.is_direct = part.is_one_run
@@ -186,7 +186,7 @@ class CudaSource:
     def __init__(self, kv: SetKv) -> None:
         self._kv = kv
 
-    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
+    def host(self, blocks: Sequence[BlockId], part: BlockSlice) -> Iterator[HostBytes]:
         pool, stream = DevicePool.of(self._kv, part), _stream(self._kv)
         slots, done = _pinned(part), _events()
 
@@ -204,7 +204,7 @@ class CudaSource:
             done[i % _NUM_STAGED].synchronize()
             yield slots[i % _NUM_STAGED].numpy()
 
-    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
+    def checksums(self, blocks: Sequence[BlockId], part: BlockSlice) -> list[int]:
         pool = DevicePool.of(self._kv, part)
         step = max(1, _GATHER_BYTES // part.total_bytes)
         values: list[int] = []
@@ -217,7 +217,7 @@ class CudaSource:
 class CudaSink:
     is_direct = False
 
-    def __init__(self, kv: SetKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> None:
+    def __init__(self, kv: SetKv, blocks: Sequence[BlockId], part: BlockSlice, before_write: BeforeWrite) -> None:
         self.part = part
         self.into: Sequence[BlockId] = blocks
         self.stream = _stream(kv)
@@ -245,7 +245,7 @@ class CudaSink:
         self.stream.synchronize()
 
 
-def _pinned(part: HeadSlice) -> list[Tensor]:
+def _pinned(part: BlockSlice) -> list[Tensor]:
     return [torch.empty(part.total_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_STAGED)]
 
 

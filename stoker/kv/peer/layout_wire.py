@@ -16,8 +16,8 @@ _MAX_SIZE = 1 << 32  # of any number in a layout
 
 def describe_layout(layout: KvLayout) -> dict[str, Any]:
     """Return the JSON object."""
-    if len(layout.groups) == 1 and layout.groups[0].kind == "full":
-        (group,) = layout.groups
+    (group, *others) = layout.groups
+    if not others and group.kind == "full" and group.held is None:
         return {
             "num_layers": group.num_layers,
             "num_heads": layout.num_heads,
@@ -31,6 +31,7 @@ def describe_layout(layout: KvLayout) -> dict[str, Any]:
     groups = [
         {"kind": group.kind, "num_layers": group.num_layers, "num_heads": group.num_heads, "width": group.width}
         | ({"extent": group.extent} if group.extent else {})
+        | ({"held": [group.held.start, group.held.stop]} if group.held is not None else {})
         for group in layout.groups
     ]
     return {
@@ -80,9 +81,22 @@ def _groups(entries: Any) -> tuple[KvGroup, ...]:
             _size(entry, "width"),
             entry["kind"],
             _size(entry, "extent") if entry["kind"] in LOCAL_KINDS else 0,
+            _held(entry),
         )
         for entry in entries
     )
+
+
+def _held(entry: dict[str, Any]) -> range | None:
+    """Return the layers of a group that a stage holds, None if it holds all."""
+    held, num_layers = entry.get("held"), entry.get("num_layers")
+    if held is None:
+        return None
+    if not isinstance(held, list) or len(held) != 2 or not all(type(number) is int for number in held):
+        raise BadFrame(f"a layout with a group whose held layers are {held!r}")
+    if type(num_layers) is not int or not 0 <= held[0] < held[1] <= num_layers:
+        raise BadFrame(f"a layout with a group that holds the layers {held} of {num_layers}")
+    return range(*held)
 
 
 def _size(fields: dict[str, Any], name: str, least: int = 1, default: int | None = None) -> int:

@@ -1,8 +1,8 @@
 """PeerClient: pulls blocks from the workers that a ticket names, into this engine's pool or into host memory.
 
-A ticket may name several addresses: the ranks of one engine, each with some of the heads. Heads are re-sliced if the
-ranks have another tensor-parallel size. A failure is reported, costs a recomputation, and never takes longer than the
-deadline.
+A ticket names the first rank of an engine, which tells the addresses of the others. Each rank has some of the layers and
+heads; they are re-sliced if the engines are split in different ways. A failure is reported, costs a recomputation, and
+never takes longer than the deadline.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
 from stoker.base.log import EventLog
-from stoker.kv.blocks.layout import KvLayout, head_slice
+from stoker.kv.blocks.layout import BlockPart, KvLayout, block_slice
 from stoker.kv.blocks.transfer import BlockName, KvIdentity, KvTicket, PeerUnavailable
 from stoker.kv.device.checksum import HostBytes
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import HostSink, sink_of
 from stoker.kv.peer.lease_book import LeaseView
 from stoker.kv.peer.peer_wire import MAX_BLOCKS, BlockRequest, FrameKind, PeerLost
+from stoker.kv.peer.rank_cover import cover
 from stoker.kv.peer.remote_peer import RemotePeer
 from stoker.kv.peer.transports.transport import PullProgress, make_transports
 
@@ -37,7 +38,7 @@ _RELEASE_TIMEOUT_S = 2.0
 _RELEASE_PAUSE_S = 10.0  # after a failed release, no other is sent to that peer for this long; its leases expire
 _LEASE_OPEN_TIMEOUT_S = 5.0  # how long a lease may take to open; if its request was refused, it never opens
 _SWEEP_INTERVAL_S = 1.0
-_MAX_PEERS = 64
+_MAX_PEERS = 256  # ranks count one by one
 _MAX_RELEASES = 4096
 _AHEAD_BYTES = 64 << 20  # host memory that a read-ahead fills before it passes the blocks on
 _log = EventLog("kv.peer_client")
@@ -57,12 +58,12 @@ class PeerClientStats:
 
 @dataclass(frozen=True, slots=True)
 class _RankShare:
-    """The heads of a KV set that one peer provides, counted in the set's own layout."""
+    """The part of the blocks of a KV set that one peer provides, counted in the set's own layout."""
 
     peer: RemotePeer
-    first_head: int
-    end_head: int
+    part: BlockPart
     kv_set: int
+    is_all: bool  # all layers that the peer holds
 
 
 def _no_wait(stream: torch.cuda.Stream) -> None:
@@ -123,7 +124,7 @@ class PeerClient:
             raise
         for share in shares:
             memory = self._kv.sets[kv_set]
-            part = head_slice(memory.layout, share.first_head, share.end_head)
+            part = block_slice(memory.layout, share.part)
             pull = PullProgress(sink_of(memory, into, part, self._before_write), [False] * len(keys), deadline_s)
             failure = self._pull_share(share, ticket.lease_id, first_index, keys, pull) or failure
             filled = [before and now for before, now in zip(filled, pull.filled, strict=True)]
@@ -146,32 +147,34 @@ class PeerClient:
         kv_set: int = 0,
     ) -> int:
         """Pull full blocks of the lease in a KV set into new host memory as they become ready, and pass them to `into`, until the
-        lease is complete. Returns how many there were. A ticket of several ranks is supported only if one of them has
-        all our heads."""
+        lease is complete. Returns how many there were."""
         shares = self._shares(ticket, deadline_s, kv_set)
-        if len(shares) > 1:
-            raise PeerUnavailable(f"{len(shares)} ranks hold our heads; read-ahead supports only one")
         layout, first, count = self._kv.sets[kv_set].layout, 0, 0
         opens_by_s = time.monotonic() + _LEASE_OPEN_TIMEOUT_S
-        part = head_slice(layout, layout.first_head, layout.end_head)
+        parts = [block_slice(layout, share.part) for share in shares]
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
         while True:
             data: list[HostBytes] = [np.empty(layout.block_bytes, np.uint8) for _ in range(num_blocks)]
             for buffer in data:
                 buffer[layout.used_bytes :] = 0  # no peer sends these bytes
-            pull = PullProgress(HostSink(data, part, None), [False] * num_blocks, deadline_s)
-            failure, is_end = None, False
-            try:
-                view = self._round(shares[0], ticket.lease_id, first, None, pull, opens_by_s)
-                is_end = view.complete and view.num_ready <= first + pull.num_done
-            except PeerUnavailable as error:
-                failure = error
+            pulls = [PullProgress(HostSink(data, part, None), [False] * num_blocks, deadline_s) for part in parts]
+            failure, is_end = None, True
+            for share, pull in zip(shares, pulls, strict=True):
+                try:
+                    view = self._round(share, ticket.lease_id, first, None, pull, opens_by_s)
+                    is_end = is_end and view.complete and view.num_ready <= first + pull.num_done
+                except PeerUnavailable as error:
+                    failure = error
+                    break
+            # Blocks that not all ranks have brought are pulled again.
+            num_done, names = min(pull.num_done for pull in pulls), pulls[0].names
             # Only full blocks have names: the last block of a lease may be partly filled.
-            good = [i for i in range(min(pull.num_done, len(pull.names))) if pull.filled[i]]
+            good = [i for i in range(min(num_done, len(names))) if all(pull.filled[i] for pull in pulls)]
             if good:
-                into([pull.names[i] for i in good], [data[i] for i in good])
-            self._count(len(good), pull.num_corrupt, layout.block_bytes)
-            first, count = first + pull.num_done, count + len(good)
+                into([names[i] for i in good], [data[i] for i in good])
+            for pull, part in zip(pulls, parts, strict=True):
+                self._count(sum(pull.filled), pull.num_corrupt, part.total_bytes)
+            first, count = first + num_done, count + len(good)
             if failure is not None:
                 if not count:
                     raise failure
@@ -242,9 +245,10 @@ class PeerClient:
                 wanted,
                 limit,
                 wait_s,
-                share.first_head,
-                share.end_head,
+                share.part.first_head,
+                share.part.end_head,
                 share.kv_set,
+                None if share.is_all else share.part.layers,
             )
             was_kept = False
             try:
@@ -263,26 +267,33 @@ class PeerClient:
                 reason = refusal
 
     def _shares(self, ticket: KvTicket, deadline_s: float, kv_set: int) -> list[_RankShare]:
-        """Return which rank provides which heads of a KV set, so that each of our heads is covered once."""
+        """Return which rank provides which part of the blocks of a KV set, so that all of ours is covered once."""
         ours, peers, failure = self._kv.sets[kv_set].layout, [], None
-        for address in ticket.address.split(","):
-            peer = self._peer(address, ticket.engine_id)
+        if ours.num_parts > 1:
+            raise PeerUnavailable("our ranks split the context (--cp), and peers send whole blocks")
+        first = self._peer(ticket.address, ticket.engine_id)
+        try:
+            first.ensure_handshake(deadline_s - time.monotonic())
+            others = [self._peer(address, ticket.engine_id) for address in first.other_ranks]
+        except PeerUnavailable:
+            self._drop(first)
+            raise
+        for peer in (first, *others):
             try:
                 peer.ensure_handshake(deadline_s - time.monotonic())
                 peers.append((_layout_of(peer, self._kv.layout).sets[kv_set].layout, peer))
             except PeerUnavailable as error:
                 self._drop(peer)
                 failure = error
-        shares, head = [], ours.first_head
-        for layout, peer in sorted(peers, key=lambda entry: entry[0].first_head):
-            if layout.first_head <= head < min(layout.end_head, ours.end_head):
-                shares.append(_RankShare(peer, head, min(layout.end_head, ours.end_head), kv_set))
-                head = shares[-1].end_head
-        if head < ours.end_head:
+        parts = cover(ours, [layout for layout, _ in peers])
+        if parts is None:
             raise failure or PeerUnavailable(
-                f"no rank of {ticket.address} has heads {head} to {ours.end_head}", code="kv_heads_missing"
+                f"the ranks of {ticket.address} do not have all of {ours.whole_part}", code="kv_ranks_missing"
             )
-        return shares
+        return [
+            _RankShare(peers[i][1], part, kv_set, part.layers == peers[i][0].whole_part.layers)
+            for i, part in parts.items()
+        ]
 
     def _peer(self, address: str, engine_id: str) -> RemotePeer:
         with self._lock:
@@ -319,10 +330,9 @@ class PeerClient:
                 return
             now_s = time.monotonic()
             silent_until_s = {peer: until_s for peer, until_s in silent_until_s.items() if until_s > now_s}
-            for address in ticket.address.split(","):
-                named = (address, ticket.engine_id)
-                if named not in silent_until_s and not self._release(*named, ticket.lease_id):
-                    silent_until_s[named] = time.monotonic() + _RELEASE_PAUSE_S
+            named = (ticket.address, ticket.engine_id)
+            if named not in silent_until_s and not self._release(*named, ticket.lease_id):
+                silent_until_s[named] = time.monotonic() + _RELEASE_PAUSE_S
 
     def _release(self, address: str, engine_id: str, lease_id: str) -> bool:
         """Release one lease. Returns False if the peer could not be reached."""

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from stoker.base.address import join_address
@@ -20,7 +20,7 @@ from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
 from stoker.base.fleet_key import is_loopback
 from stoker.base.log import EventLog
-from stoker.kv.blocks.layout import head_slice
+from stoker.kv.blocks.layout import block_slice
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv, SetKv
 from stoker.kv.peer.block_bytes import source_of
@@ -76,7 +76,7 @@ class PeerServer:
     ) -> None:
         """`on_release(lease_id)` is called on a server thread when a peer has pulled all the blocks that it needs.
 
-        Ranks of one engine share an `engine_id`.
+        Ranks of one engine share an `engine_id`. A ticket names the first of them, which tells the others' addresses.
         """
         if settings.secret is None and not settings.insecure and not is_loopback(settings.host):
             raise ConfigError(
@@ -98,6 +98,8 @@ class PeerServer:
         self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=128)
         self._is_closed = False
         self.address = join_address(settings.host, self._listener.getsockname()[1])
+        self.other_ranks: Sequence[str] = ()
+        """The addresses of the other ranks' servers. Set on the first rank before its first ticket."""
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
         self._checksummer = threading.Thread(target=self._compute_checksums, name="kv-checksums", daemon=True)
@@ -129,11 +131,11 @@ class PeerServer:
     def _compute_checksums(self) -> None:
         """Checksum blocks as they become ready, so that a pull need not wait for it."""
         layouts = [memory.layout for memory in self._kv.sets]
-        all_heads = [head_slice(layout, layout.first_head, layout.end_head) for layout in layouts]
+        whole = [block_slice(layout, layout.whole_part) for layout in layouts]
         limit = max(1, _CHECKSUM_BYTES // max(layout.block_bytes for layout in layouts))
         while not self._is_closed:
             if (found := self._leases.next_unchecked(limit, _CHECKSUM_WAIT_S)) is not None:
-                source, part = self._sources[found.kv_set], all_heads[found.kv_set]
+                source, part = self._sources[found.kv_set], whole[found.kv_set]
                 self._leases.set_checksums(found, source.checksums(found.blocks, part))
 
     def _accept(self) -> None:
@@ -211,6 +213,7 @@ class PeerServer:
                 "engine_id": self.engine_id,
                 "layout": describe_layout(self._kv.layout),
                 "transports": list(self._transports),
+                "ranks": list(self.other_ranks),
             },
         )
         return True
@@ -266,7 +269,7 @@ class PeerServer:
                 if not may_read:
                     raise PeerUnavailable(f"lease {request.lease_id!r} has moved or ended", code="kv_lease_closed")
                 layout = self._set(request.kv_set).layout
-                part = head_slice(layout, request.first_head, request.end_head)
+                part = block_slice(layout, request.part(layout))
                 checksums = view.checksums if part.total_bytes == layout.used_bytes else []
                 checksums = checksums + self._sources[request.kv_set].checksums(view.blocks[len(checksums) :], part)
         self._count(located_blocks=len(view.blocks))
@@ -298,12 +301,11 @@ class PeerServer:
         connection.send(FrameKind.RELEASED, b"\x01" if is_known else b"\x00")
 
     def _request(self, payload: bytes) -> BlockRequest:
-        """Decode a request and check its KV set and its heads."""
+        """Decode a request and check its KV set, heads and layers."""
         request = BlockRequest.unpack(payload)
         layout = self._set(request.kv_set).layout
-        if not layout.first_head <= request.first_head < request.end_head <= layout.end_head:
-            held = f"{layout.first_head} to {layout.end_head}"
-            raise BadFrame(f"heads {request.first_head} to {request.end_head} requested from a rank that holds {held}")
+        if not (part := request.part(layout)).is_held_by(layout):
+            raise BadFrame(f"{part} requested from a rank that holds {layout.whole_part}")
         return replace(request, wait_s=min(request.wait_s, _MAX_WAIT_S))
 
     def _set(self, number: int) -> SetKv:

@@ -21,6 +21,7 @@ from math import ceil, inf
 from typing import Any
 
 from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.blocks.layout import BlockPart, KvLayout
 from stoker.kv.blocks.transfer import BlockName, PeerUnavailable
 from stoker.kv.device.checksum import NAME as CHECKSUM
 from stoker.kv.peer.lease_book import LeaseView
@@ -32,6 +33,9 @@ _MAX_HELLO = 1 << 13  # before the other side is authenticated
 _MARK = 0x4B56
 _HEADER = struct.Struct("<HBxI")
 _REQUEST = struct.Struct("<IIdHHBBHI")
+_LAYERS = struct.Struct("<HH")  # first and end, one pair for each group
+_HAS_LAYERS = 0x80  # in the flags of a request; the other bits are the KV set and whether there are keys
+_MAX_GROUPS = 64
 _REPLY = struct.Struct("<QII?I")
 _NAME = struct.Struct("<BBHI")
 _CONFIRM = struct.Struct("<Q")
@@ -181,8 +185,8 @@ def proof(secret: str | None, side: bytes, nonces: bytes, content: bytes = b"") 
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """LOCATE and READ: these heads of a lease's blocks in a KV set, from `first` on. Without keys: all blocks that are
-    ready, with their names. Heads are counted in the set's own layout."""
+    """LOCATE and READ: these heads and layers of a lease's blocks in a KV set, from `first` on. Without keys: all blocks
+    that are ready, with their names. Heads and layers are counted in the set's own layout."""
 
     lease_id: str
     first: int
@@ -192,6 +196,12 @@ class BlockRequest:
     first_head: int
     end_head: int
     kv_set: int = 0
+    layers: tuple[range, ...] | None = None  # None: all that the peer holds
+
+    def part(self, layout: KvLayout) -> BlockPart:
+        """Return the part of the peer's blocks that is requested. `layout` is the peer's, of this KV set."""
+        layers = layout.whole_part.layers if self.layers is None else self.layers
+        return BlockPart(self.first_head, self.end_head, layers)
 
     def pack(self) -> bytes:
         lease_id, keys = self.lease_id.encode(), self.keys or ()
@@ -200,9 +210,14 @@ class BlockRequest:
             raise ValueError("keys of different lengths")
         head = _REQUEST.pack(
             self.first, self.limit, self.wait_s, self.first_head, self.end_head,
-            key_bytes, (self.kv_set << 1) | (self.keys is not None), len(lease_id), len(keys),
+            key_bytes, self._flags, len(lease_id), len(keys),
         )  # fmt: skip
-        return head + lease_id + b"".join(keys)
+        layers = b"".join(_LAYERS.pack(one.start, one.stop) for one in self.layers or ())
+        return head + lease_id + b"".join(keys) + layers
+
+    @property
+    def _flags(self) -> int:
+        return (self.kv_set << 1) | (self.keys is not None) | (_HAS_LAYERS if self.layers is not None else 0)
 
     @staticmethod
     def unpack(payload: bytes) -> BlockRequest:
@@ -214,15 +229,19 @@ class BlockRequest:
             lease_id = payload[_REQUEST.size : start].decode()
         except (struct.error, UnicodeDecodeError) as error:
             raise BadFrame(f"request of {len(payload)} bytes") from error
+        layers_at = start + num_keys * key_bytes
+        layers = _unpack_layers(payload, layers_at) if flags & _HAS_LAYERS else None
+        end = len(payload) if layers is not None else layers_at
         # NaN fails the comparison too.
-        if start + num_keys * key_bytes != len(payload) or limit > MAX_BLOCKS or not 0 <= wait_s <= 3600:
+        if end != len(payload) or limit > MAX_BLOCKS or not 0 <= wait_s <= 3600:
             raise BadFrame(f"request of {len(payload)} bytes with {num_keys} keys, limit {limit}, wait {wait_s}")
         if num_keys and not key_bytes:
             raise BadFrame(f"request with {num_keys} empty keys")
-        ends = range(start + key_bytes, len(payload) + 1, key_bytes) if num_keys else ()
+        ends = range(start + key_bytes, layers_at + 1, key_bytes) if num_keys else ()
         keys = [BlockKey(payload[end - key_bytes : end]) for end in ends]
         found = keys if flags & 1 else None  # a worker of an older release has one KV set, and sends 0 or 1
-        return BlockRequest(lease_id, first, found, limit, wait_s, first_head, end_head, flags >> 1)
+        kv_set = (flags & ~_HAS_LAYERS) >> 1
+        return BlockRequest(lease_id, first, found, limit, wait_s, first_head, end_head, kv_set, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +273,14 @@ class BlockReply:
         return BlockReply(
             LeaseView(generation, [BlockId(block) for block in blocks], names, num_ready, complete), checksums
         )
+
+
+def _unpack_layers(payload: bytes, offset: int) -> tuple[range, ...]:
+    """Return the layers of each group. Raises BadFrame."""
+    num_bytes = len(payload) - offset
+    if not 0 < num_bytes <= _MAX_GROUPS * _LAYERS.size or num_bytes % _LAYERS.size:
+        raise BadFrame(f"request of {len(payload)} bytes with {num_bytes} for layers")
+    return tuple(range(first, end) for first, end in _LAYERS.iter_unpack(payload[offset:]))
 
 
 def _pack_name(name: BlockName) -> bytes:

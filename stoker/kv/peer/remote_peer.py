@@ -26,6 +26,7 @@ from stoker.kv.peer.transports.tcp import TcpLink
 from stoker.kv.peer.transports.transport import IO_TIMEOUT_S, Link, Transport
 
 _MAX_IDLE = 8
+_MAX_RANKS = 1024  # of one engine
 _log = EventLog("kv.peer")
 
 
@@ -56,6 +57,14 @@ class RemotePeer:
     def layout(self) -> KvLayout:
         """The peer's layout, known after the first connection."""
         return read_layout(self._welcome.get("layout"))
+
+    @property
+    def other_ranks(self) -> list[str]:
+        """The addresses of the other ranks of the engine, as its first rank tells them after the handshake."""
+        found = self._welcome.get("ranks", [])
+        if not isinstance(found, list) or len(found) > _MAX_RANKS or not all(isinstance(one, str) for one in found):
+            raise BadFrame("a WELCOME whose ranks are not a list of addresses")
+        return found
 
     @contextmanager
     def connection(self, timeout_s: float) -> Iterator[PeerConnection]:

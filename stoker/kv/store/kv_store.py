@@ -22,6 +22,7 @@ from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, O
 from stoker.kv.store.block_io import Mark
 from stoker.kv.store.loader import Peers
 from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.kv.store.other_stores import NoOtherStores, OtherStores
 from stoker.kv.store.set_store import SetParts, SetStore
 
 _LOADERS = 4
@@ -63,9 +64,18 @@ class KvStore:
     """The tiers and the peer client, as the engine sees them. The tiers append the blocks that they lost to `events`,
     and the store appends the blocks that they took, in the order in which it happened."""
 
-    def __init__(self, sets: Sequence[SetParts], peers: Peers, context: StoreContext, events: deque[TierEvent]) -> None:
-        """`sets` are the KV sets of the model. Only the blocks of the first one are reported as events."""
+    def __init__(
+        self,
+        sets: Sequence[SetParts],
+        peers: Peers,
+        context: StoreContext,
+        events: deque[TierEvent],
+        others: OtherStores | None = None,
+    ) -> None:
+        """`sets` are the KV sets of the model. Only the blocks of the first one are reported as events. `others` are the
+        stores of the other ranks."""
         self._peers = peers
+        self._others = others or NoOtherStores()
         self._context = context
         self._events = events
         self._io = sets[0].io
@@ -125,7 +135,8 @@ class KvStore:
 
     def prefetch(self, token_ids: Sequence[int], salt: str, ticket: KvTicket | None) -> None:
         """Accept a hint: bring blocks into RAM, from slower tiers or from the ticket's worker while that worker still
-        computes them."""
+        computes them. With several ranks, it is called by the engine's thread."""
+        self._others.prefetch(token_ids, salt, ticket)
         if ticket is not None:
             self._hint(self._pull_ahead, ticket)
         if token_ids:
@@ -143,8 +154,8 @@ class KvStore:
         self._run(threads, self._load, wanted, self._io.mark())
 
     def take_finished_loads(self) -> list[LoadResult]:
-        """Return the results of the loads that have ended since the last call."""
-        return [self._finished_loads.popleft() for _ in range(len(self._finished_loads))]
+        """Return the results of the loads that have ended on all ranks since the last call."""
+        return self._others.join_loads([self._finished_loads.popleft() for _ in range(len(self._finished_loads))])
 
     def release(self, ticket: KvTicket) -> None:
         """Tell the ticket's worker that nothing more will be pulled."""
@@ -152,12 +163,16 @@ class KvStore:
 
     def offer(self, offered: list[OfferedBlock]) -> None:
         """Offer newly computed blocks to the tiers."""
+        if not offered:
+            return
+        self._others.offer(offered)
+        mark = self._io.mark()  # on a rank that only follows plans, the step that computes a block may still run
         for number, one in enumerate(self.sets):
-            one.write_behind.offer([block for block in offered if block.kv_set == number])
+            one.write_behind.offer([block for block in offered if block.kv_set == number], mark)
 
     def take_copied(self) -> list[OfferedBlock]:
         """Return offered blocks that need not be held any longer."""
-        return [block for one in self.sets for block in one.write_behind.take_copied()]
+        return self._others.join_copied([block for one in self.sets for block in one.write_behind.take_copied()])
 
     @property
     def num_queued(self) -> list[int]:
@@ -195,6 +210,8 @@ class KvStore:
 
     def close(self) -> None:
         self._closed.set()
+        if self.tiers:
+            self._others.close()
         for threads in (self._loads, self._pulls, self._hints, self._announcing):
             threads.shutdown(wait=False, cancel_futures=True)
         for one in self.sets:
@@ -213,8 +230,6 @@ class KvStore:
         finally:
             self._finished_loads.append(result)
             self._context.wake()
-            if wanted.ticket is not None:
-                self._peers.release(wanted.ticket)
 
     def _fill(self, wanted: KvLoad) -> LoadResult:
         """Fill the blocks of a load. Those of the other KV sets are useless if one of the first set is missing."""

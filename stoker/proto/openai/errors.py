@@ -100,3 +100,11 @@ def http_error(error: BaseException, server: str) -> HttpError:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     body = ErrorObject(message=error.message, type=form.type, param=error.param, code=error.code)
     return HttpError(form.status, body, headers)
+
+
+def error_message(answer: bytes) -> str:
+    """Return the message of an error answer, or the answer itself if it has another form."""
+    try:
+        return msgspec.json.decode(answer, type=ErrorAnswer).error.message
+    except msgspec.DecodeError:
+        return answer[:500].decode(errors="replace")

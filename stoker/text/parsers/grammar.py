@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.sched.request import GrammarSpec, InputGrammar, TextGrammar
@@ -29,24 +30,45 @@ NO_LIST = (
 )
 IDENTIFIER = "[A-Za-z_][A-Za-z0-9_]*"
 OWN_PATTERNS = (NUMBER, SPACE, NO_OBJECT, STRING, NO_LIST, IDENTIFIER)
-INPUT_OPENING = '{"input": "'  # the text between the begin of a custom tool call and its input
+
+
+@dataclass(frozen=True, slots=True)
+class InputMarks:
+    """The texts around the input of a custom tool call. If a quote ends it, the input is a JSON string."""
+
+    opening: str
+    end: str
+    after: str  # between the end and the text that ends the call
+
+
+# How the arguments of calls are written: as JSON, or with a tag for each of them.
+_STYLES = {
+    "json": InputMarks('{"input": "', '"', "}"),
+    "glm_xml": InputMarks("<arg_key>input</arg_key>\n<arg_value>", "</arg_value>", "\n"),
+    "minimax_xml": InputMarks('<parameter name="input">', "</parameter>", "\n"),
+}
 
 
 def functions(tools: Sequence[dict[str, Any]], style: str = "json") -> list[tuple[str, Format]]:
     """Return the name of each tool and the format of its arguments: its schema, any object, or the input of a custom tool.
 
-    A custom tool has its grammar beside the function, as `input_grammar`. It is enforced only in JSON, where the input is a
-    string. `style` says how the arguments are written: as JSON, or with a tag for each of them (`glm_xml`, `minimax_xml`).
+    A custom tool has its grammar beside the function, as `input_grammar`. `style` says how the arguments are written.
     """
     return [(tool["function"]["name"], _arguments(tool, style)) for tool in tools]
 
 
 def _arguments(tool: dict[str, Any], style: str) -> Format:
     given = tool.get("input_grammar")
-    if given is None or style != "json":
-        return schema(tool["function"].get("parameters") or {"type": "object"}) | {"style": style}
-    text = regex(STRING) | {"input_grammar": given}
-    return sequence(const(INPUT_OPENING), text, const('"}'))
+    if given is not None:
+        return custom_input(given, _STYLES[style])
+    return schema(tool["function"].get("parameters") or {"type": "object"}) | {"style": style}
+
+
+def custom_input(given: TextGrammar, marks: InputMarks) -> Format:
+    """Return the format of a custom tool's input, which must be in the tag of its call. The engine enforces the grammar."""
+    text = sequence(regex(STRING), const(marks.end)) if marks.end == '"' else text_up_to(marks.end)
+    content = sequence(const(marks.opening), text, *([const(marks.after)] if marks.after else []))
+    return content | {"input_grammar": (marks, given)}
 
 
 def schema(json_schema: dict[str, Any] | bool) -> Format:
@@ -134,9 +156,9 @@ def _without_inputs(node: Any, begin: str, inputs: dict[InputGrammar, None]) -> 
     if not isinstance(node, dict) or node.get("type") == "json_schema":
         return node
     begin = node["begin"] if node.get("type") == "tag" else begin
-    given = node.get("input_grammar")
-    if isinstance(given, TextGrammar):
-        inputs[InputGrammar(begin, given)] = None
+    if "input_grammar" in node:
+        marks, given = node["input_grammar"]
+        inputs[InputGrammar(begin, marks.opening, marks.end, given)] = None
     return {name: _without_inputs(part, begin, inputs) for name, part in node.items() if name != "input_grammar"}
 
 

@@ -83,8 +83,9 @@ def calls_in(tool: str, text: str) -> list[tuple[str, str]]:
 def takes(grammars: XGrammars, tokenizer: Tokenizer, spec: GrammarSpec, text: str) -> bool:
     """Return True if the tokens of the text are allowed one by one, and then the end. A token ends before the input."""
     matcher = grammars.matcher(spec, [])
-    before, opening, after = text.partition('{"input": "')
-    ids = [*tokenizer.encode(before + opening), *tokenizer.encode(after)]
+    before, opening, after = text.partition(spec.inputs[0].opening)
+    content, end, rest = after.partition(spec.inputs[0].end) if spec.inputs[0].end != '"' else (after, "", "")
+    ids = [i for part in (before + opening, content, end + rest) for i in tokenizer.encode(part)]
     for token_id in [*ids, tokenizer.eos_token_ids[0]]:
         if token_id not in allowed_ids(matcher):
             return False
@@ -92,7 +93,7 @@ def takes(grammars: XGrammars, tokenizer: Tokenizer, spec: GrammarSpec, text: st
     return True
 
 
-@pytest.mark.parametrize("tool", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("tool", ["hermes", "llama3_json", "llama4_pythonic", "glm45", "minimax_m2"])
 @pytest.mark.parametrize("free", [False, True])
 def test_an_input_must_fit_its_grammar(grammars: XGrammars, tokenizer: Tokenizer, tool: str, free: bool) -> None:
     spec, render = spec_of(tool, free=free), TOOL_PARSERS.get(tool).render
@@ -129,19 +130,48 @@ def sample(grammars: XGrammars, tokenizer: Tokenizer, spec: GrammarSpec, begun: 
     return tokenizer.decode(written[:-1], skip_special_tokens=False)
 
 
+BEGUN = {
+    "hermes": '<tool_call>\n{"name": "apply_patch", "arguments": {"inp',
+    "llama4_pythonic": "[apply_patch(inp",
+    "glm45": "<tool_call>apply_patch\n<arg_key>inp",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="apply_patch">\n<parameter na',
+}
+
+
 @pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("tool", BEGUN)
 def test_random_tokens_complete_a_patch_within_the_token_limit(
-    grammars: XGrammars, tokenizer: Tokenizer, free: bool
+    grammars: XGrammars, tokenizer: Tokenizer, tool: str, free: bool
 ) -> None:
-    begun = '<tool_call>\n{"name": "apply_patch", "arguments": {"inp'
-    spec = spec_of("hermes", free=free, tools=TOOLS[:1])
+    spec = spec_of(tool, tools=TOOLS[:1])
     if free:
-        spec = structural_tag(TOOL_PARSERS.get("hermes").text_and_calls(TOOLS[:1], parallel=False), allows_text=True)
-    for seed in range(12):
-        text = sample(grammars, tokenizer, spec, begun, seed, limit=random.Random(seed).randint(90, 200))
-        ((name, arguments),) = calls_in("hermes", text)
+        spec = structural_tag(TOOL_PARSERS.get(tool).text_and_calls(TOOLS[:1], parallel=False), allows_text=True)
+    for seed in range(12 if tool == "hermes" else 5):
+        text = sample(grammars, tokenizer, spec, BEGUN[tool], seed, limit=random.Random(seed).randint(90, 200))
+        ((name, arguments),) = calls_in(tool, text)
         assert name == "apply_patch"
         assert is_patch(json.loads(arguments)["input"])
+
+
+def test_free_text_that_looks_like_a_call_stays_free(grammars: XGrammars, tokenizer: Tokenizer) -> None:
+    text = 'Write [phone(input="x")] for a call.\n'
+    matcher = grammars.matcher(spec_of("llama4_pythonic", free=True), [], 100)
+    for token_id in tokenizer.encode(text):
+        assert token_id in allowed_ids(matcher)
+        assert matcher.accept(token_id)
+
+
+def test_a_text_that_needs_the_end_mark_ends_with_an_error(grammars: XGrammars, tokenizer: Tokenizer) -> None:
+    """A parser would end the input at the mark. The row must end, too, instead of waiting for a token."""
+    spec = spec_of("minimax_m2", tools=[custom_tool("f", TextGrammar("regex", "a</parameter>b"))])
+    begun = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="input">'
+    matcher = grammars.matcher(spec, tokenizer.encode(begun), 100)
+    for _ in range(20):
+        allowed = allowed_ids(matcher)
+        if matcher.too_slow:
+            break
+        assert matcher.accept(allowed[0])
+    assert matcher.too_slow
 
 
 def test_a_resumed_input_is_held_like_a_whole_one(grammars: XGrammars, tokenizer: Tokenizer) -> None:

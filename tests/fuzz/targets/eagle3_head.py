@@ -58,13 +58,23 @@ def seeds() -> list[bytes]:
         "transformer_layer_config": _LAYER | {"model_type": "qwen3"},
         "eagle_aux_hidden_state_layer_ids": [0, 3, 6],
     }
+    latent = specforge | {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0},
+    }
     header = json.dumps(
         {
             "midlayer.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
             "t2d": {"dtype": "BOOL", "shape": [32], "data_offsets": [32, 64]},
         }
     ).encode()
-    return [json.dumps(config).encode() + _MARK + header for config in (specforge, speculators)]
+    return [json.dumps(config).encode() + _MARK + header for config in (specforge, speculators, latent)]
 
 
 TARGET = FuzzTarget(

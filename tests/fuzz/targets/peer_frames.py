@@ -145,18 +145,19 @@ def _frame(kind: FrameKind, payload: bytes) -> bytes:
 
 def seeds() -> list[bytes]:
     request = BlockRequest("L", 0, _KEYS, 4, 0.0, 0, 2).pack()
+    layers = BlockRequest("L", 0, _KEYS, 4, 0.0, 0, 2, layers=(range(1, 2),)).pack()
     no_keys = BlockRequest("L", 0, [BlockKey(b"")] * 3, 4, 0.0, 0, 2).pack()
     names = [BlockName(_KEYS[0], _KEYS[1], (1, 2), "salt"), BlockName(_KEYS[1], _KEYS[0], (3,), None)]
     reply = BlockReply(LeaseView(1, [BlockId(0), BlockId(1)], names, 2, True), [5, 6]).pack()
     layout = b'{"num_layers":2,"num_heads":2,"head_dim":4,"block_tokens":4,"dtype":"float32","dtype_bytes":4}'
-    welcome = b'{"engine_id":"e","layout":' + layout + b',"transports":["tcp"]}'
+    welcome = b'{"engine_id":"e","layout":' + layout + b',"transports":["tcp"],"ranks":["h:1"]}'
     return [
         request,
         no_keys,
         reply,
         welcome,
         _frame(FrameKind.WELCOME, welcome) + _frame(FrameKind.OPENED, b"{}"),
-        _frame(FrameKind.LOCATE, request) + _frame(FrameKind.READ, request) + _frame(FrameKind.RELEASE, b"L"),
+        _frame(FrameKind.LOCATE, layers) + _frame(FrameKind.READ, request) + _frame(FrameKind.RELEASE, b"L"),
         _frame(FrameKind.OPEN, b'{"transport":"tcp"}') + _frame(FrameKind.CONFIRM, pack_confirm("L", 1)),
         _frame(FrameKind.CHALLENGE, b'{"nonce":"' + b"00" * 16 + b'","proof":"' + b"00" * 32 + b'"}'),
         _frame(FrameKind.REFUSED, b'{"code":"c","message":"m"}')

@@ -19,9 +19,11 @@ from stoker.base.clock import VirtualClock
 from stoker.base.errors import Overloaded
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
 from stoker.gateway.admission.api_keys import Caller
+from stoker.gateway.admission.budgets import KeyBudgets
 from stoker.gateway.admission.fair_queue import Capacity, FairQueue, Ticket, TicketState
+from stoker.gateway.admission.prices import FREE, Price
 from stoker.gateway.admission.rate_limits import KeyLimiter
-from stoker.gateway.config import AdmissionSettings
+from stoker.gateway.config import AdmissionSettings, KeySettings
 
 BIG = AdmissionSettings(queue_s=1e6, standing_s=1e6, queue_requests=10**6)
 
@@ -610,3 +612,20 @@ def test_a_prompt_beyond_the_capacity_does_not_make_later_predictions_too_long()
     assert [ticket is not None and ticket.state for ticket in tickets[10:]] == [TicketState.WAITING] * 6
     assert tickets[-1] is not None
     assert world.queue.predicted_wait_s(tickets[-1]) == pytest.approx(6.0)
+
+
+async def _charged_models(admission: Admission, caller: Caller, models: list[str]) -> None:
+    for model in models:
+        (await enter(admission, caller, 5, lane=model)).done()
+
+
+def test_a_budget_of_a_model_without_a_price_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    price = {"priced": Price(1, 1, 1)}
+    admission = Admission(
+        BIG, lambda lane, now: Capacity(), clock=lambda: 0.0, price=lambda model: price.get(model, FREE)
+    )
+    caller = Caller("k", "t", budgets=KeyBudgets(KeySettings("k", "0" * 64, budget=5.0)))
+    asyncio.run(_charged_models(admission, caller, ["priced", "free", "free", "other"]))
+    asyncio.run(_charged_models(admission, Caller("plain", "t"), ["third"]))
+    told = [record.fields["model"] for record in caplog.records if record.getMessage() == "budget_without_price"]
+    assert told == ["free", "other"]

@@ -105,7 +105,6 @@ BAD: dict[str, tuple[int, bytes]] = {
     "http lower case": (400, b"GET /x http/1.1" + HOST),
     "trailing space": (400, b"GET /x HTTP/1.1 " + HOST),
     "lower case method": (501, b"get /x HTTP/1.1" + HOST),
-    "TRACE": (501, b"TRACE /x HTTP/1.1" + HOST),
     "odd method": (501, b"PROPFIND /x HTTP/1.1" + HOST),
     "TLS hello": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
     "binary": (400, bytes(range(128, 256))),

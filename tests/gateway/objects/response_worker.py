@@ -115,6 +115,7 @@ async def stored_world(
     *,
     keys: Keys | None = None,
     settings: ResponsesSettings = FAST,
+    dialect: str = "openai",
 ) -> AsyncIterator[World]:
     """A gateway whose objects lie in the SQLite file `store`."""
     given: Sequence[KeySettings] = keys.settings if keys is not None else ()
@@ -130,8 +131,8 @@ async def stored_world(
             model_of=lambda name: name or "m",
         )
         world.change(objects=objects)
-        await world.add("w", script)
-        objects.open(world.gateway.generate)
+        await world.add("w", script, dialect=dialect)
+        objects.open(world.gateway.generate, world.gateway.run_line)
         try:
             yield world
         finally:

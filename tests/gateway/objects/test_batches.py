@@ -94,9 +94,9 @@ async def begin(world: World, lines: Sequence[str], headers: Sequence[tuple[byte
     return str(got.json["id"])
 
 
-async def ended(world: World, batch_id: str, *statuses: str) -> Any:
+async def ended(world: World, batch_id: str, *statuses: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> Any:
     for _ in range(800):
-        got = (await call(world, "GET", f"/v1/batches/{batch_id}")).json
+        got = (await call(world, "GET", f"/v1/batches/{batch_id}", headers=headers)).json
         if got["status"] in (statuses or ("completed", "failed", "expired", "cancelled")):
             return got
         await asyncio.sleep(0.02)
@@ -120,6 +120,7 @@ async def test_each_line_is_once_in_the_output(tmp_path: Path) -> None:
         assert batch["status"] == "completed", batch
         assert batch["request_counts"] == {"total": 301, "completed": 300, "failed": 1}
         assert batch["metadata"] == {"a": "b"}
+        assert (batch["usage"]["input_tokens"], batch["usage"]["output_tokens"]) == (900, 600)  # each line once
         output = await content(world, batch["output_file_id"])
         assert [one["custom_id"] for one in output] == [f"id-{i}" for i in range(300)]
         for i, one in enumerate(output):
@@ -302,7 +303,7 @@ async def test_a_flex_request_waits_and_is_not_preempted(tmp_path: Path) -> None
     [
         ({"endpoint": CHAT, "completion_window": "24h"}, "input_file_id"),
         ({"input_file_id": "file-x", "endpoint": CHAT, "completion_window": "24h"}, "input_file_id"),
-        ({"input_file_id": "FILE", "endpoint": "/v1/embeddings", "completion_window": "24h"}, "endpoint"),
+        ({"input_file_id": "FILE", "endpoint": "/v1/images", "completion_window": "24h"}, "endpoint"),
         ({"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "0h"}, "completion_window"),
         (
             {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a": "x" * 600}},

@@ -387,3 +387,27 @@ async def test_a_conversation_that_is_too_large_is_not_read(tmp_path: Path) -> N
         assert got.status == 400
         assert got.json["error"]["param"] == "previous_response_id"
         assert "1048576" in got.json["error"]["message"]  # the gateway of these tests accepts bodies of 1 MiB
+
+
+async def test_a_stored_conversation_is_counted(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses(), dialect="stoker") as world:
+        first = (await create(world, {"input": "a"})).json
+        counting = f"{PATH}/input_tokens"
+        await call(world, "POST", counting, {"model": "m", "input": "b", "previous_response_id": first["id"]})
+        sent = world.workers["w"].jsons[-1]
+        assert world.workers["w"].paths[-1] == counting
+        assert [item["role"] for item in sent["input"]] == ["user", "assistant", "user"]
+        assert "previous_response_id" not in sent
+        body = {"model": "m", "input": "b", "previous_response_id": "resp_" + "0" * 48}
+        got = await call(world, "POST", counting, body)
+        assert (got.status, got.json["error"]["code"]) == (400, "previous_response_not_found")
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", PATH, f"{PATH}/resp_x", "/v1/files", "/v1/batches", "/v1/models"]
+)
+async def test_trace_is_not_allowed(tmp_path: Path, path: str) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        got = await call(world, "TRACE", path)
+        assert (got.status, got.json["error"]["code"]) == (405, "method_not_allowed")
+        assert got.headers["allow"]

@@ -67,6 +67,7 @@ def test_a_worker_cannot_fill_the_book_without_bound() -> None:
 
 
 def test_headers_that_are_not_valid_are_ignored() -> None:
-    assert read_work_header("host.x:12:ab;5;7") == ("host.x:12:ab", 5, 7)
+    assert read_work_header("host.x:12:ab;5;7") == ("host.x:12:ab", 5, 7, False)
+    assert read_work_header(work_header("g", 5, 7, is_flex=True)) == ("g", 5, 7, True)
     for text in (None, "", "a;b;c", "a;1", "a b;1;2", "a;-1;2", "a;999999999;1", "x" * 97 + ";1;2", "a;1;2\n"):
         assert read_work_header(text) is None

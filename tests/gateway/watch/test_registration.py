@@ -42,6 +42,7 @@ class World:
         self.now = 0.0
         self.fleet = Fleet()
         self.restarts: list[str] = []
+        self.moved: list[str] = []
         self.registration = RegistrationEndpoint(None if secret is None else FleetKey(secret), self.fleet, self)
 
     def add(self, spec: WorkerSpec) -> None:
@@ -50,8 +51,9 @@ class World:
     def restarted(self, worker_id: WorkerId) -> None:
         self.restarts.append(worker_id)
 
-    def remove(self, worker_id: WorkerId) -> None:
+    def remove(self, worker_id: WorkerId, *, moves: bool = False) -> None:
         self.fleet.remove(worker_id, self.now)
+        self.moved += [worker_id] if moves else []
 
     def say(self, method: str = "POST", secret: str | None = SECRET, **changes: Any) -> int:
         word = {
@@ -82,6 +84,9 @@ def test_a_worker_registers_sends_heartbeats_and_signs_off() -> None:
     assert world.say() == 200
     assert world.say("DELETE") == 200
     assert world.fleet.members() == []
+    assert world.moved == []
+    assert world.say() == world.say("DELETE", moving=True) == 200
+    assert world.moved == ["h:1"]
 
 
 @pytest.mark.parametrize("secret", [None, "", "wrong", "S3CRET"])

@@ -1,4 +1,4 @@
-"""Which bytes of a block ranks of different tensor-parallel sizes share, against plain slices of tensors."""
+"""Which bytes of a block ranks of models that are split in different ways share, against plain slices of tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from kv.peer_world import LAYOUT, contents, rank, raw
 
-from stoker.kv.blocks.layout import KvGroup, KvLayout, head_slice
+from stoker.kv.blocks.layout import BlockPart, KvGroup, KvLayout, block_slice
 from stoker.kv.device.device_kv import DeviceKv, draft_block_bytes
 from stoker.kv.peer.block_bytes import gather, scatter
+from stoker.kv.peer.rank_cover import cover
 
 MLA = KvLayout.of(num_layers=3, num_heads=1, width=72, block_tokens=16, dtype="float32", dtype_bytes=4)
 # Pages of 160 and 96 values, so that neither size divides the other's block.
@@ -22,36 +23,60 @@ def bytes_of(block: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.frombuffer(raw(block), np.uint8)
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, TWO_GROUPS], ids=["one group", "two groups"])
-@pytest.mark.parametrize(("src_tp", "dst_tp"), list(product((1, 2, 4), repeat=2)))
-def test_head_slices_of_all_ranks_make_up_a_block(src_tp: int, dst_tp: int, layout: KvLayout) -> None:
-    for number in range(dst_tp):
-        dst = rank(layout, number, dst_tp)
-        block = np.zeros(dst.block_bytes, np.uint8)
-        for other in range(src_tp):
-            src = rank(layout, other, src_tp)
-            first, end = max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
-            if first < end:
-                part = head_slice(src, first, end)
-                data = np.zeros(part.total_bytes, np.uint8)
-                gather(bytes_of(contents(src, 1)), part, data)
-                scatter(data, head_slice(dst, first, end), block)
-        assert block.tobytes() == raw(contents(dst, 1))
+# Two groups whose borders of stages differ.
+THREE_STAGES = KvLayout((KvGroup(4, 4, 10), KvGroup(3, 8, 6)), block_tokens=16, dtype="float32", dtype_bytes=4)
+
+
+def ranks_of(layout: KvLayout, tp: int, pp: int) -> list[KvLayout]:
+    return [rank(layout, number, tp, pp) for number in range(tp * pp)]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, THREE_STAGES], ids=["one group", "two groups"])
+def test_ranks_of_any_two_splits_make_up_each_other(layout: KvLayout) -> None:
+    splits = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 3)]
+    for (src_tp, src_pp), (dst_tp, dst_pp) in product(splits, repeat=2):
+        theirs = ranks_of(layout, src_tp, src_pp)
+        for dst in ranks_of(layout, dst_tp, dst_pp):
+            parts = cover(dst, theirs)
+            assert parts is not None
+            block = np.zeros(dst.block_bytes, np.uint8)
+            for number, part in parts.items():
+                there = block_slice(theirs[number], part)
+                data = np.zeros(there.total_bytes, np.uint8)
+                gather(bytes_of(contents(theirs[number], 1)), there, data)
+                scatter(data, block_slice(dst, part), block)
+            assert block.tobytes() == raw(contents(dst, 1))
+            assert sum(block_slice(dst, part).total_bytes for part in parts.values()) == dst.used_bytes, "once"
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_a_missing_rank_is_noticed(lost: int) -> None:
+    theirs = ranks_of(LAYOUT, 2, 2)
+    del theirs[lost]
+    assert cover(LAYOUT, theirs) is None
+    assert cover(rank(LAYOUT, lost, 2, 2), theirs) is None
+    assert cover(rank(LAYOUT, 3 - lost, 2, 2), theirs) is not None
+
+
+def test_some_layers_with_all_heads_are_one_run() -> None:
+    part = block_slice(LAYOUT, rank(LAYOUT, 1, 1, 3).whole_part)
+    assert part.is_one_run
+    assert (part.runs[0].offset, part.total_bytes) == (LAYOUT.used_bytes // 3, LAYOUT.used_bytes // 3)
 
 
 def test_all_heads_of_a_rank_are_one_run() -> None:
     for layout in (LAYOUT, rank(LAYOUT, 1, 2), MLA, TWO_GROUPS):
-        part = head_slice(layout, layout.first_head, layout.end_head)
+        part = block_slice(layout, layout.whole_part)
         assert part.is_one_run
         assert (part.runs[0].offset, part.total_bytes) == (0, layout.used_bytes)
         assert layout is TWO_GROUPS or layout.used_bytes == layout.block_bytes
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (0, 1), (1, 3), (3, 4)])
-def test_a_head_slice_has_the_heads_in_order(first: int, end: int) -> None:
+def test_a_slice_has_the_heads_in_order(first: int, end: int) -> None:
     block = contents(LAYOUT, 1)[0]
     expected = raw(block.view(3, 2, 4, 16, 8)[:, :, first:end])
-    part = head_slice(LAYOUT, first, end)
+    part = block_slice(LAYOUT, BlockPart(first, end, (range(3),)))
     found = np.zeros(part.total_bytes, np.uint8)
     gather(bytes_of(block), part, found)
     assert found.tobytes() == expected
@@ -65,6 +90,10 @@ def test_identity_is_of_the_model_and_fingerprint_of_the_rank() -> None:
     ranks = [LAYOUT, rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2)]
     assert len({one.identity for one in ranks}) == 1
     assert len({one.fingerprint for one in ranks}) == 3
+    stages = ranks_of(LAYOUT, 2, 2)
+    assert {one.identity for one in stages} == {LAYOUT.identity}
+    assert len({one.fingerprint for one in stages}) == 4
+    assert stages[3].fingerprint == "kv1:float32:3x2x2x16x8@2/4#1-3"
     assert LAYOUT.identity != MLA.identity
     assert MLA.block_bytes == 3 * 2 * 16 * 72 * 4
     assert TWO_GROUPS.identity == "kv1:float32:2x2x4x16x10+1x2x8x16x6"
@@ -84,11 +113,12 @@ def test_scales_follow_the_values_of_their_head() -> None:
     assert layout.block_bytes == 2 * 2 * 4 * page_bytes
     block = np.random.default_rng(0).integers(0, 256, layout.block_bytes, np.uint8)
     expected = block.reshape(2, 2, 4, page_bytes)[:, :, 1:3]
-    part = head_slice(layout, 1, 3)
+    part = block_slice(layout, BlockPart(1, 3, (range(2),)))
     found = np.zeros(part.total_bytes, np.uint8)
     gather(block, part, found)
     assert found.tobytes() == expected.tobytes()
-    assert head_slice(rank(layout, 1, 2), 2, 4).total_bytes == layout.block_bytes // 2
+    half = rank(layout, 1, 2)
+    assert block_slice(half, half.whole_part).total_bytes == layout.block_bytes // 2
 
 
 @pytest.mark.parametrize("layout", [TWO_GROUPS, rank(TWO_GROUPS, 1, 2)], ids=["all heads", "half of the heads"])

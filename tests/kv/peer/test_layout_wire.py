@@ -17,8 +17,12 @@ FIRST_RELEASE = {
     "first_head": 0, "all_heads": None,
 }  # fmt: skip
 
+FULL = {"kind": "full", "num_layers": 3, "num_heads": 4, "width": 8}
 
-@pytest.mark.parametrize("layout", [LAYOUT, rank(LAYOUT, 1, 2), TWO_GROUPS, rank(TWO_GROUPS, 3, 4)])
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, rank(LAYOUT, 1, 2), rank(LAYOUT, 3, 2, 3), TWO_GROUPS, rank(TWO_GROUPS, 3, 4)]
+)
 def test_a_layout_is_read_as_it_was_described(layout: KvLayout) -> None:
     found = read_layout(describe_layout(layout))
     assert (found.fingerprint, found.identity) == (layout.fingerprint, layout.identity)
@@ -43,6 +47,9 @@ def test_one_group_has_the_fields_of_the_first_release() -> None:
         ({"first_head": 3, "all_heads": 4, "num_heads": 2}, "heads 3 to 5 of 4"),
         ({"groups": []}, "groups"),
         ({"groups": [{"kind": "state"}]}, "'state'"),
+        ({"groups": [FULL | {"held": [1, 1]}]}, r"layers \[1, 1\] of 3"),
+        ({"groups": [FULL | {"held": [0, 4]}]}, r"layers \[0, 4\] of 3"),
+        ({"groups": [FULL | {"held": "all"}]}, "held layers are 'all'"),
         (
             {
                 "groups": [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, head_slice
+from stoker.kv.blocks.layout import BlockPart, KvLayout, block_slice
 from stoker.kv.device.checksum import checksum
 from stoker.kv.device.device_kv import SetKv
 from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES
@@ -59,7 +59,8 @@ def test_blocks_are_read_completely_in_requests_of_one_size(there: KvLayout, her
     src, dst = SetKv(there, 3, CPU), SetKv(here, 4, CPU)
     src.blocks.normal_()
     first, end = max(there.first_head, here.first_head), min(there.end_head, here.end_head)
-    theirs, ours = head_slice(there, first, end), head_slice(here, first, end)
+    part = BlockPart(first, end, there.whole_part.layers)
+    theirs, ours = block_slice(there, part), block_slice(here, part)
     wanted, into = [BlockId(2), BlockId(0)], [BlockId(1), BlockId(3)]
     shape = (2, 2, -1, 4, there.groups[0].width)
     expected = [

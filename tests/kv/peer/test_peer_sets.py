@@ -40,7 +40,8 @@ def peers(theirs: list[KvLayout], ours: KvLayout, transport: str = "tcp") -> Ite
         servers.append(PeerServer(kv, identity_of(layout), leases, settings, lambda lease_id: None, "engine"))
     client = PeerClient(DeviceKv(ours, SIZES[: len(ours.sets)], CPU), identity_of(ours), settings)
     try:
-        yield client, KvTicket("engine", ",".join(server.address for server in servers), "lease", 48, 60.0)
+        servers[0].other_ranks = [server.address for server in servers[1:]]
+        yield client, KvTicket("engine", servers[0].address, "lease", 48, 60.0)
     finally:
         client.close()
         for server in servers:
@@ -101,6 +102,8 @@ def test_a_peer_with_other_sets_is_refused_by_name(other: KvGroup) -> None:
 def test_a_request_names_its_set_and_one_that_does_not_exist_is_refused() -> None:
     request = BlockRequest("lease", 2, keys(2), 2, 0.5, 0, 4, kv_set=2)
     assert BlockRequest.unpack(request.pack()) == request
+    some = replace(request, layers=(range(1, 3), range(4, 4)))
+    assert BlockRequest.unpack(some.pack()) == some
     plain = replace(request, kv_set=0)
     assert plain.pack()[20 + 1] == 1, "older releases send and expect 1 for a request with keys"
     kv = DeviceKv(LAYOUT, SIZES, CPU)
@@ -108,7 +111,7 @@ def test_a_request_names_its_set_and_one_that_does_not_exist_is_refused() -> Non
     try:
         with pytest.raises(BadFrame, match="KV set 3 requested from a model that has 3"):
             server._request(replace(request, kv_set=3).pack())
-        with pytest.raises(BadFrame, match="heads 0 to 8 requested"):
+        with pytest.raises(BadFrame, match="heads 0 to 8 of layers 0 to 1 requested"):
             server._request(replace(request, end_head=8).pack())
     finally:
         server.close()

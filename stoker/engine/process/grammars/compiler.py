@@ -20,6 +20,8 @@ from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
 from stoker.engine.process.grammars.forced_text import ForcedText
 from stoker.engine.process.grammars.grammar_cache import GrammarCache
 from stoker.engine.process.grammars.input_matcher import InputMatcher
+from stoker.engine.process.grammars.input_text import InputVocabulary
+from stoker.engine.process.grammars.marked_vocabulary import MarkedVocabulary
 from stoker.engine.process.grammars.matcher import PreparedGrammar, XGrammarMatcher
 from stoker.engine.process.grammars.rejections import Rejections
 from stoker.engine.process.grammars.schema.enforce import enforceable
@@ -27,8 +29,7 @@ from stoker.engine.process.grammars.string_vocabulary import StringVocabulary
 from stoker.engine.process.grammars.text_grammars import PreparedInput, compile_text
 from stoker.engine.process.grammars.trials import GrammarTrials, SentGrammar
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
-from stoker.sched.request import GrammarSpec
-from stoker.text.parsers.grammar import INPUT_OPENING
+from stoker.sched.request import GrammarSpec, InputGrammar
 from stoker.text.tokenizer import Tokenizer
 
 _MAX_SLOW_COMPILATIONS = 2  # at a time, of grammars that needed a trial
@@ -70,8 +71,8 @@ class XGrammars:
         self._cache_lock = threading.Lock()
         self._compilers: dict[frozenset[int], _VocabularyTools] = {}
         self._compilers_lock = threading.Lock()
-        self._strings: StringVocabulary | None = None
-        self._strings_lock = threading.Lock()
+        self._inputs: dict[tuple[str, str], InputVocabulary] = {}  # by opening and end; a tool format has one
+        self._inputs_lock = threading.Lock()
 
     def prepare(self, spec: GrammarSpec) -> PreparedGrammar:
         with self._cache_lock:
@@ -142,7 +143,12 @@ class XGrammars:
         reserve: int,
     ) -> PreparedGrammar:
         inputs = [
-            PreparedInput(one.begin.encode(), compile_text(one.grammar, self.string_vocabulary()))
+            PreparedInput(
+                begin=one.begin.encode(),
+                opening=one.opening.encode(),
+                is_string=one.end == '"',
+                text=compile_text(one.grammar, self.input_vocabulary(one)),
+            )
             for one in spec.inputs
         ]
         return PreparedGrammar(
@@ -156,15 +162,22 @@ class XGrammars:
             inputs=tuple(inputs),
         )
 
-    def string_vocabulary(self) -> StringVocabulary:
+    def input_vocabulary(self, given: InputGrammar) -> InputVocabulary:
         """Return the vocabulary of custom tools' inputs. The first call takes a second."""
-        with self._strings_lock:
-            if self._strings is None:
-                special, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
-                known = range(min(self._tokenizer.vocab_size, self._vocab_size))
-                texts = [b"" if i in special else token_bytes(i) for i in known]
-                self._strings = StringVocabulary(texts, self._vocab_size, INPUT_OPENING.encode())
-            return self._strings
+        with self._inputs_lock:
+            found = self._inputs.get((given.opening, given.end))
+            if found is None:
+                found = self._inputs[given.opening, given.end] = self._new_input_vocabulary(given)
+            return found
+
+    def _new_input_vocabulary(self, given: InputGrammar) -> InputVocabulary:
+        special, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
+        texts = [token_bytes(i) for i in range(min(self._tokenizer.vocab_size, self._vocab_size))]
+        contents = [b"" if i in special else text for i, text in enumerate(texts)]
+        opening = given.opening.encode()
+        if given.end == '"':
+            return StringVocabulary(contents, self._vocab_size, opening)
+        return MarkedVocabulary(contents, texts, self._vocab_size, opening, given.end.encode())
 
     def _textless_ids(self, spec: GrammarSpec) -> frozenset[int]:
         """Return the tokens that the grammar must not match as text.
@@ -183,7 +196,8 @@ class XGrammars:
                 if token_id not in ends and token_bytes(token_id).decode("utf-8", "replace") in literals
             }
         if spec.kind in ("json_object", "json_schema", "structural_tag"):
-            keeps_tabs = spec.allows_text and not _LENGTH_LIMIT.search(spec.text)
+            has_text = spec.allows_text or any(one.end != '"' for one in spec.inputs)
+            keeps_tabs = has_text and not _LENGTH_LIMIT.search(spec.text)
             textless |= self._control_ids - self._tab_ids if keeps_tabs else self._control_ids
         return frozenset(textless)
 

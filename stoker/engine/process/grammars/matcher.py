@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
@@ -88,6 +89,21 @@ class XGrammarMatcher:
         started_s = time.thread_time()
         self._matcher.fill_next_token_bitmask(allowed[None])
         self._matching_s += time.thread_time() - started_s
+
+    def allows_newline(self) -> bool:
+        """Return True if a line may end here: in free text, but not in a JSON string."""
+        newline_id = self._endings.id_of(b"\n")
+        if newline_id is None:
+            return False
+        allowed = torch.zeros(len(self._endings.non_openers), dtype=torch.int32)
+        self.fill_by_grammar(allowed)
+        return bool(allowed[newline_id >> 5] >> (newline_id & 31) & 1)
+
+    def complete_in_time(self) -> None:
+        """Search endings from here on. None was found from the start if the output has text that only a mark ends."""
+        if self._tokens_left < sys.maxsize and self._search_at < 0 and not self.done:
+            self._reserve = MARGIN
+            self._search()
 
     def ending_after(self, token_ids: list[int]) -> list[int] | None:
         """Return tokens that begin with `token_ids` and complete the output, or None if none were found."""

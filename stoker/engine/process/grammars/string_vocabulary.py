@@ -17,8 +17,8 @@ import llguidance
 import numpy as np
 
 from stoker.base.errors import InvalidRequest
-
-Mask = np.ndarray[Any, Any]  # [ceil(vocab / 32)] int32, one bit per token
+from stoker.engine.process.grammars.input_text import Mask, allowed_pieces, crossings, ll_tokenizer, mask_of
+from stoker.engine.process.grammars.text_endings import shortest_ending
 
 _CONTENT = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\bfnrt]|u00[01][0-9a-f]))+')
 _ESCAPE = re.compile(rb"\\(?:u00(..)|(.))", re.DOTALL)
@@ -40,15 +40,16 @@ class StringVocabulary:
         self.stop_piece = len(self._pieces)
         self._plain.index(self._pieces, vocab_size)
         self._escaped.index(self._pieces, vocab_size)
-        self.tokenizer = _ll_tokenizer([*self._pieces, b""], self.stop_piece)
-        """All pieces, for llguidance."""
-        self.byte_tokenizer = _ll_tokenizer([*list(self._pieces)[:256], b""], 256)
-        """Pieces of one byte, to search for endings."""
+        self.tokenizer = ll_tokenizer(self._pieces)
+        self.byte_tokenizer = ll_tokenizer(list(self._pieces)[:256])
         self._backslash = next((i for i, token in enumerate(vocabulary) if token == b"\\"), None)
-        quotes = [i for i, token in enumerate(vocabulary) if token.startswith(b'"')]
-        self.closing: Mask = _mask(quotes, vocab_size)
-        """The tokens that end the string: they begin with a quote."""
-        self._crossing = {opening[at:]: _crossing(vocabulary, opening[at:], vocab_size) for at in range(len(opening))}
+        self.after_quote = {i: token[1:] for i, token in enumerate(vocabulary) if token.startswith(b'"')}
+        """What follows the quote, of each token that ends the string."""
+        self.closing: Mask = mask_of(list(self.after_quote), vocab_size)
+        self._crossing = crossings(vocabulary, opening, vocab_size)
+
+    def follow(self, pieces: llguidance.LLMatcher, by_bytes: llguidance.LLMatcher) -> StringText:
+        return StringText(self, pieces, by_bytes)
 
     def content(self, token_id: int, after_backslash: bool) -> tuple[bytes, bool] | None:
         """Return the text that a token stands for in a string, and True if it ends with a backslash that begins an escape.
@@ -60,14 +61,11 @@ class StringVocabulary:
             return text, False
         return None if (text := contents.dangling.get(token_id)) is None else (text, True)
 
-    def tokens_for(self, pieces: Mask, after_backslash: bool) -> Mask:
-        """Return the tokens that stand for the pieces that a mask allows."""
-        bits = np.unpackbits(pieces.view(np.uint8), bitorder="little")
-        bits[self.stop_piece] = 0  # the piece of tokens that stand for nothing
-        return (self._escaped if after_backslash else self._plain).allowed(bits)
+    def tokens_for(self, pieces: np.ndarray[Any, Any], after_backslash: bool) -> Mask:
+        """Return the tokens that stand for the pieces that are 1."""
+        return (self._escaped if after_backslash else self._plain).allowed(pieces)
 
     def crossing(self, rest: bytes) -> Mask:
-        """Return the tokens that write `rest`, an end of the text that opens the string, and something of the string."""
         return self._crossing[rest]
 
     def tokens_of(self, text: bytes, after_backslash: bool) -> list[int] | None:
@@ -96,6 +94,51 @@ class StringVocabulary:
                 "cannot follow the grammar of a custom tool; leave out the tool's 'format'",
                 code="invalid_grammar",
             )
+
+
+class StringText:
+    """Follows a text inside a JSON string through its grammar."""
+
+    def __init__(
+        self, vocabulary: StringVocabulary, pieces: llguidance.LLMatcher, by_bytes: llguidance.LLMatcher
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._pieces = pieces
+        self._bytes = by_bytes
+        self._words = np.zeros(-(-(vocabulary.stop_piece + 1) // 32), dtype=np.int32)
+        self._after_backslash = False
+        self.rest: bytes | None = None
+
+    @property
+    def broken(self) -> bool:
+        return bool(self._pieces.is_error() or self._bytes.is_error())
+
+    def accept(self, token_id: int) -> bool:
+        if not self._after_backslash and (rest := self._vocabulary.after_quote.get(token_id)) is not None:
+            self.rest = rest
+            return True
+        content = self._vocabulary.content(token_id, self._after_backslash)
+        if content is None:
+            return False
+        text, self._after_backslash = list(content[0]), content[1]
+        return not text or bool(self._pieces.consume_tokens(text) and self._bytes.consume_tokens(text))
+
+    def allowed(self) -> Mask:
+        pieces = allowed_pieces(self._pieces, self._vocabulary.stop_piece, self._words)
+        mask = self._vocabulary.tokens_for(pieces, self._after_backslash)
+        if not self._after_backslash and self._pieces.is_accepting():
+            mask |= self._vocabulary.closing
+        return mask
+
+    def forced(self) -> list[int]:
+        text = b"" if self._pieces.is_stopped() else bytes(self._pieces.compute_ff_bytes())
+        return self._vocabulary.tokens_of(text, self._after_backslash) or []
+
+    def ending(self) -> list[int] | None:
+        text = shortest_ending(self._bytes)
+        if text is None or (self._after_backslash and not text):
+            return None
+        return self._vocabulary.tokens_of(text, self._after_backslash)
 
 
 class _Contents:
@@ -142,24 +185,6 @@ class _Contents:
         return None, 0
 
 
-class _LlVocabulary:
-    """A vocabulary in the form that llguidance reads."""
-
-    def __init__(self, tokens: list[bytes], stop_id: int) -> None:
-        self.tokens = tokens
-        self.eos_token_id = stop_id
-        self.bos_token_id = None
-        self.special_token_ids = [stop_id]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)  # the first tokens are the 256 bytes
-
-
-def _ll_tokenizer(tokens: list[bytes], stop_id: int) -> llguidance.LLTokenizer:
-    wrapper = llguidance.TokenizerWrapper(_LlVocabulary(tokens, stop_id))
-    return llguidance.LLTokenizer(wrapper, n_vocab=len(tokens), eos_token=stop_id, slices=[])
-
-
 def _unescaped(written: bytes) -> bytes:
     return _ESCAPE.sub(_escaped_byte, written)
 
@@ -168,14 +193,3 @@ def _escaped_byte(escape: re.Match[bytes]) -> bytes:
     if escape[1] is not None:
         return bytes([int(escape[1], 16)])
     return _SHORT.get(escape[2], escape[2])
-
-
-def _crossing(vocabulary: Sequence[bytes], rest: bytes, vocab_size: int) -> Mask:
-    found = [i for i, token in enumerate(vocabulary) if token.startswith(rest) and len(token) > len(rest)]
-    return _mask(found, vocab_size)
-
-
-def _mask(token_ids: list[int], vocab_size: int) -> Mask:
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
-    bits[token_ids] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)

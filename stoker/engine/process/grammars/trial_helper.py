@@ -36,8 +36,9 @@ _ADVICE = "use fewer or smaller counts, lengths and nested repetitions"
 
 
 def main() -> None:
-    # Ctrl-C reaches the whole process group. The server decides when the engine and its helpers end.
+    # These signals may reach all processes of a service. The server decides when the engine and its helpers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(10)
     results = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not mix with the results
@@ -60,8 +61,8 @@ def main() -> None:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 request = msgspec.json.decode(line, type=TrialRequest)
-                if request.spec.inputs:
-                    grammars.string_vocabulary()  # once, not in every fork
+                for one in request.spec.inputs:
+                    grammars.input_vocabulary(one)  # once, not in every fork
                 trial = start(grammars.prepare, request, limits)
                 trials[trial.output] = trial
                 events.register(trial.output, select.POLLIN)

@@ -34,3 +34,8 @@ class Dialect(Protocol):
 
 
 DIALECTS: Registry[type[Dialect]] = Registry("dialect", "stoker.gateway.path.dialects")
+
+
+def resuming_dialects() -> frozenset[str]:
+    """Return the dialects whose workers can continue a request that another worker began."""
+    return frozenset(name for name in DIALECTS if DIALECTS.get(name).resumes)

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.http import WorkerResponse, header_block
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS
-from stoker.gateway.path.errors import LegFailed
+from stoker.gateway.path.errors import LegFailed, LegMoved
 from stoker.gateway.path.handoff_hints import new_transfer_id
 from stoker.gateway.path.legs import Legs, is_event_stream
+from stoker.gateway.path.moves import MovableLeg
 from stoker.gateway.path.resume import StokerStream
 from stoker.gateway.path.rewrite import json_object, read_whole_usage, set_cached_tokens
 from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
-from stoker.proto.handoff import PARAM, encode_keep_params
+from stoker.proto.handoff import PARAM, encode_keep_params, has_kv_of
 from stoker.proto.internal_http import NOTES_HEADER, NOTES_WANTED
 from stoker.proto.resume_notes import BadNotes
 from stoker.proto.sse import DONE
@@ -43,8 +44,9 @@ class Stoker:
     load_probe: ClassVar[type[LoadProbe]] = NoLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:
-        if not call.request.started:
+        if not (call.request.started or call.continues):
             call.memory.clear()  # tokens that the client never received are not part of the answer
+        call.continues = False
         try:
             if legs.prefill is not None and await self._prefill(call, legs, legs.prefill):
                 return
@@ -63,8 +65,13 @@ class Stoker:
         if not call.streams:
             put["stream"] = b"true"
         legs.expect_lease(transfer_id)
-        answer = await legs.send(prefill, self._body(call, put), _REPORT_TOKENS + legs.work_header(prefill))
-        await self._relay(call, legs, prefill, answer, shown=call.streams)
+        num_tokens = call.memory.num_tokens
+        with legs.movable(prefill) as leg:
+            headers = _REPORT_TOKENS + legs.work_header(prefill) + leg.header
+            answer = await legs.send(prefill, self._body(call, put), headers)
+            await self._relay(call, legs, prefill, answer, shown=call.streams)
+            if leg.asked and call.memory.num_tokens == num_tokens:  # the prompt has not been computed
+                self._hand_on(call, legs, prefill, leg)
         has_ticket = call.memory.notes.ticket is not None
         if has_ticket:
             try:
@@ -78,18 +85,25 @@ class Stoker:
         return True
 
     async def _stream(self, call: Call, legs: Legs) -> None:
-        answer = await self._send_decode(call, legs, _REPORT_TOKENS)
-        if not is_event_stream(answer):
-            data = await legs.read(legs.decode, answer)
-            legs.respond(answer, legs.parsed(legs.decode, answer, json_object, data))
-            return
-        await self._relay(call, legs, legs.decode, answer)
+        with legs.movable(legs.decode) as leg:
+            answer = await self._send_decode(call, legs, leg)
+            if not is_event_stream(answer):
+                data = await legs.read(legs.decode, answer)
+                legs.respond(answer, legs.parsed(legs.decode, answer, json_object, data))
+                return
+            await self._relay(call, legs, legs.decode, answer)
+            if call.memory.notes.ticket is not None:
+                self._hand_on(call, legs, legs.decode, leg)
         legs.finish()
 
     async def _whole(self, call: Call, legs: Legs) -> None:
         """Run an unstreamed request. The answer is buffered, so that any other worker can be tried until it is complete."""
-        answer = await self._send_decode(call, legs)
-        data = await legs.read(legs.decode, answer)
+        with legs.movable(legs.decode) as leg:
+            answer = await self._send_decode(call, legs, leg)
+            if is_event_stream(answer):  # instead of the answer, its tokens so far
+                await self._relay(call, legs, legs.decode, answer, shown=False)
+                self._hand_on(call, legs, legs.decode, leg)
+            data = await legs.read(legs.decode, answer)
 
         def parse(data: bytes) -> bytes:
             usage = call.usage = read_whole_usage(data)
@@ -104,10 +118,29 @@ class Stoker:
 
         legs.respond(answer, legs.parsed(legs.decode, answer, parse, data))
 
-    async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> WorkerResponse:
+    async def _send_decode(self, call: Call, legs: Legs, leg: MovableLeg) -> WorkerResponse:
         ticket = call.memory.take_ticket()
         put = {} if ticket is None else {PARAM: ticket}
-        return await legs.send(legs.decode, self._body(call, put), headers + legs.work_header(legs.decode))
+        headers = legs.work_header(legs.decode) + leg.header
+        if call.streams:
+            headers += _REPORT_TOKENS
+        return await legs.send(legs.decode, self._body(call, put), headers)
+
+    def _hand_on(self, call: Call, legs: Legs, leg: Leg, movable: MovableLeg) -> NoReturn:
+        """Continue the request on another worker: this one drains, and was asked to hand it off."""
+        worker_id, memory = leg.worker.worker_id, call.memory
+        if not movable.asked:
+            legs.fail(leg, "invalid", f"worker {worker_id}: it handed off a request that was not to move")
+        has_kv = memory.notes.ticket is not None and has_kv_of(memory.notes.ticket)
+        if not has_kv:
+            memory.take_ticket()
+        try:
+            if memory.notes:
+                memory.check(call.envelope.num_choices)
+        except BadNotes as error:
+            legs.fail(leg, "invalid", f"worker {worker_id}: {error.message}")
+        call.continues = True
+        raise LegMoved(worker_id, has_kv)
 
     def _body(self, call: Call, put: Mapping[str, bytes]) -> bytes:
         envelope = call.envelope

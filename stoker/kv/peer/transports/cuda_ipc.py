@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import HeadSlice, KvLayout
+from stoker.kv.blocks.layout import BlockSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import tensor_checksums
 from stoker.kv.device.device_kv import SetKv
@@ -78,7 +78,7 @@ class CudaIpcLink(OneSidedLink):
         return isinstance(sink, CudaSink)
 
     def copy(
-        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+        self, blocks: Sequence[BlockId], part: BlockSlice, expected: Sequence[int], sink: BlockSink, first: int
     ) -> list[bool]:
         assert isinstance(sink, CudaSink)
         if max(blocks) >= self._num_blocks:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import HeadSlice, KvLayout
+from stoker.kv.blocks.layout import BlockSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import HostBytes, checksums, copy_with_checksums
 from stoker.kv.device.device_kv import SetKv
@@ -75,7 +75,7 @@ class LocalLink(OneSidedLink):
         self._pool = memory[: len(memory) // peer.block_bytes * peer.block_bytes].reshape(-1, peer.block_bytes)
 
     def copy(
-        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+        self, blocks: Sequence[BlockId], part: BlockSlice, expected: Sequence[int], sink: BlockSink, first: int
     ) -> list[bool]:
         if max(blocks) >= len(self._pool):
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {len(self._pool)}")
@@ -90,7 +90,7 @@ class LocalLink(OneSidedLink):
                     sink.place(first + i)
         return right
 
-    def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: HeadSlice) -> list[int]:
+    def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: BlockSlice) -> list[int]:
         if part.is_one_run:
             (run,) = part.runs
             runs = [self._pool[block, run.offset : run.offset + run.num_bytes] for block in blocks]

@@ -15,7 +15,7 @@ from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import HeadSlice, KvLayout
+from stoker.kv.blocks.layout import BlockSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.device_kv import SetKv
 from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, RemoteRanges, configure_environment, read_in_order
@@ -108,7 +108,7 @@ class MooncakeLink(OneSidedLink):
         return sink.into is not None  # other memory is not registered
 
     def copy(
-        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+        self, blocks: Sequence[BlockId], part: BlockSlice, expected: Sequence[int], sink: BlockSink, first: int
     ) -> list[bool]:
         assert sink.into is not None
         if max(blocks) >= self._num_blocks:
@@ -129,7 +129,7 @@ class MooncakeLink(OneSidedLink):
                 checksums += self._arrived.checksums(into[i : i + step], sink.part)
         return [actual == wanted for actual, wanted in zip(checksums, expected, strict=True)]
 
-    def _runs(self, block: BlockId, part: HeadSlice, into: BlockId, our_part: HeadSlice) -> list[RemoteRanges]:
+    def _runs(self, block: BlockId, part: BlockSlice, into: BlockId, our_part: BlockSlice) -> list[RemoteRanges]:
         """Return the reads for one block: one run in several reads, or many runs in one read. The same bytes may be one
         run on one side and many on the other; both are cut where either of them is."""
         lengths = _common_lengths(part, our_part)
@@ -146,17 +146,17 @@ class MooncakeLink(OneSidedLink):
         ]
 
 
-def _lengths(part: HeadSlice) -> list[int]:
+def _lengths(part: BlockSlice) -> list[int]:
     return [runs.num_bytes for runs in part.runs for _ in range(runs.count)]
 
 
-def _common_lengths(part: HeadSlice, other: HeadSlice) -> list[int]:
+def _common_lengths(part: BlockSlice, other: BlockSlice) -> list[int]:
     """Return the lengths of the pieces if the bytes are cut at the borders of both slices' runs."""
     ends = sorted({*accumulate(_lengths(part)), *accumulate(_lengths(other))})
     return [end - begin for begin, end in pairwise([0, *ends])]
 
 
-def _addresses(block: int, part: HeadSlice, lengths: Sequence[int]) -> list[int]:
+def _addresses(block: int, part: BlockSlice, lengths: Sequence[int]) -> list[int]:
     """Return the address of each piece. No piece crosses the end of a run."""
     addresses: list[int] = []
     pieces = iter(lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from stoker.kv.blocks.layout import KvLayout, head_slice
+from stoker.kv.blocks.layout import KvLayout, block_slice
 from stoker.kv.device.checksum import PIECE_BYTES, HostBytes, RunningChecksum, combine_digests, piece_digest
 from stoker.kv.device.device_kv import SetKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, BlockSource
@@ -80,7 +80,7 @@ def send_blocks(
     view: LeaseView,
 ) -> int:
     """The server's side, after the DATA frame: send the blocks, and return how many were sent."""
-    part = head_slice(layout, request.first_head, request.end_head)
+    part = block_slice(layout, request.part(layout))
     parts = source.host(view.blocks, part)
     connection.limit(IO_TIMEOUT_S, IO_TIMEOUT_S)
     num_blocks = len(view.blocks)

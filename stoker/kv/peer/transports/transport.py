@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId
 from stoker.base.registry import Registry
-from stoker.kv.blocks.layout import HeadSlice, KvLayout, head_slice
+from stoker.kv.blocks.layout import BlockSlice, KvLayout, block_slice
 from stoker.kv.blocks.transfer import BlockName, PeerUnavailable
 from stoker.kv.device.device_kv import SetKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
@@ -118,7 +118,7 @@ class OneSidedLink(ABC):
 
     @abstractmethod
     def copy(
-        self, blocks: Sequence[BlockId], part: HeadSlice, checksums: Sequence[int], sink: BlockSink, first: int
+        self, blocks: Sequence[BlockId], part: BlockSlice, checksums: Sequence[int], sink: BlockSink, first: int
     ) -> list[bool]:
         """Copy this slice of the peer's blocks into the sink, from its block `first` on. True: the checksum was
         correct."""
@@ -131,7 +131,7 @@ class OneSidedLink(ABC):
 
     def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
         """See Link.take."""
-        part = head_slice(self._peer, request.first_head, request.end_head)
+        part = block_slice(self._peer, request.part(self._peer))
         least, most = (max(1, size // part.total_bytes) for size in self.batch_bytes)
         last = request.first + request.limit
         request = replace(request, limit=min(request.limit, least))

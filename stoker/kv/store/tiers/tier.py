@@ -42,8 +42,8 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is built with, besides the settings. The fingerprint is part of the root of every block key, so blocks with
-    another fingerprint never have the same key."""
+    """What a tier is built with, besides the settings. The fingerprint names the model and, if there are several, the KV set
+    and the rank's heads and layers. Blocks with other fingerprints may have the same keys, and are never mixed."""
 
     fingerprint: str
     layout: KvLayout

@@ -24,6 +24,7 @@ _NEXT = re.compile(rf",\s*(?P<name>{_NAME})\s*\(")
 _MAY_BE_NEXT = re.compile(rf"(,\s*({_NAME}\s*)?)?")
 _KEY = re.compile(r"(?P<key>[A-Za-z_]\w*)\s*=\s*")
 _MAY_BE_KEY = re.compile(r"([A-Za-z_]\w*\s*)?")
+_INPUT = grammar.InputMarks('input="', '"', "")  # of a custom tool; a JSON string is a Python literal, too
 _CLOSER = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -131,10 +132,7 @@ class Llama4PythonicParser(StreamingToolParser):
 
     @classmethod
     def call_tags(cls, tools: list[dict[str, Any]]) -> list[grammar.Format]:
-        return [
-            grammar.tag(f"{tool['function']['name']}(", _parameters(tool["function"].get("parameters")), ")")
-            for tool in tools
-        ]
+        return [grammar.tag(f"{tool['function']['name']}(", _parameters(tool), ")") for tool in tools]
 
     @classmethod
     def calls(cls, tools: list[dict[str, Any]], *, parallel: bool) -> grammar.Format:
@@ -207,8 +205,11 @@ def _python_of(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def _parameters(schema: dict[str, Any] | None) -> grammar.Format:
+def _parameters(tool: dict[str, Any]) -> grammar.Format:
     """Return the format of keyword arguments: the required ones first, then the optional ones in the schema's order."""
+    if (custom := tool.get("input_grammar")) is not None:
+        return grammar.custom_input(custom, _INPUT)
+    schema = tool["function"].get("parameters")
     if schema is None:
         pair = grammar.sequence(grammar.regex(grammar.IDENTIFIER), grammar.const("="), grammar.schema(True))
         more = {"type": "star", "content": grammar.sequence(grammar.const(", "), pair)}

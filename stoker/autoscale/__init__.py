@@ -1,0 +1,1 @@
+"""Decides when workers change their role, start or stop. Pure: the time is an argument."""

@@ -1,0 +1,33 @@
+"""StageTaps: how the hidden states that a draft model needs come to the first stage of a pipeline, which drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from stoker.layers.features import Tap
+from stoker.models.draft import StepFeatures
+from stoker.parallel.stages import Stages
+
+
+class StageTaps:
+    """The taps of one rank. `layers` are those of the draft model, in ascending order; only the first stage has the model."""
+
+    def __init__(self, stages: Stages, layers: Sequence[int]) -> None:
+        self._stages = stages
+        self._sent = [] if stages.is_first else [layer for layer in layers if stages.is_here(layer)]
+
+    def here(self, features: StepFeatures) -> list[Tap]:
+        """Return the taps for the forward pass of this stage. Later stages send what they find to the first one."""
+        stages = self._stages
+        if stages.is_first:
+            return [tap for tap in features.taps if stages.is_here(tap.layer)]
+        return [Tap(layer - stages.first_layer, stages.send_feature) for layer in self._sent]
+
+    def collect(self, features: StepFeatures, num_tokens: int) -> Tensor:
+        """Return the features of a step after all stages have run it. Called in the first stage, once per step."""
+        for tap in features.taps:
+            if not self._stages.is_here(tap.layer):
+                tap.take(self._stages.receive_feature(num_tokens, tap.layer))
+        return features.value()

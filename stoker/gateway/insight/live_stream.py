@@ -1,0 +1,102 @@
+"""The clock of the series, and `GET /admin/stream`: the state of each second as server-sent events.
+
+All viewers get the same bytes, which are made once per second, and only while there is a viewer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from stoker.base.errors import Overloaded
+from stoker.base.long_task import TaskErrors, repeat
+from stoker.gateway.admission.admin_access import admin_refusal
+from stoker.gateway.admission.api_keys import AdminToken
+from stoker.gateway.api.reply import Reply, method_not_allowed
+from stoker.gateway.http import HttpRequest
+from stoker.gateway.insight.insight_book import InsightBook
+
+STREAM_PATH = b"/admin/stream"
+_MAX_VIEWERS = 32
+_LONGEST_S = 600.0  # then the stream ends, and the page opens another one
+_STALLED_S = 30.0  # a viewer that reads nothing for this long is disconnected
+_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+
+
+class LiveStream:
+    """Ticks the series once per second, and sends each tick to the viewers."""
+
+    def __init__(
+        self,
+        token: AdminToken,
+        book: InsightBook,
+        errors: TaskErrors | None = None,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._token = token
+        self._book = book
+        self._errors = errors or TaskErrors()
+        # Unix time that never goes back, so that a corrected clock does not disturb the series.
+        self._offset_s = unix_time() - time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+        self._ticked = asyncio.Event()
+        self._num_viewers = 0
+        self._event = b""
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(repeat("insight", self._tick, self._errors), name="insight")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def answer(self, request: HttpRequest) -> Reply | None:
+        """Send the stream. A reply is returned only if the request is refused."""
+        refusal = admin_refusal(self._token, request)
+        if refusal is not None:
+            return refusal
+        if request.method != b"GET":
+            return method_not_allowed(request.path, request.method, [b"GET"])
+        if self._num_viewers >= _MAX_VIEWERS:
+            message = f"{_MAX_VIEWERS} streams of /admin/stream are open, which is the limit; close one."
+            raise Overloaded(message, retry_after_s=10.0, code="too_many_streams")
+        request.on_gone = request.task.cancel
+        self._num_viewers += 1
+        try:
+            await self._send(request)
+        except asyncio.CancelledError:
+            if not request.gone:
+                raise
+        finally:
+            self._num_viewers -= 1
+        return None
+
+    async def _send(self, request: HttpRequest) -> None:
+        request.start(200, _HEADERS)
+        request.write(self._now_event())
+        began_s = read_s = time.monotonic()
+        while (now := time.monotonic()) - began_s < _LONGEST_S:
+            await self._ticked.wait()
+            if not request.paused:
+                request.write(self._event)
+                read_s = now
+            elif now - read_s > _STALLED_S:
+                request.abort()
+                return
+        request.finish()
+
+    def _now_event(self) -> bytes:
+        return b"data: " + msgspec.json.encode(self._book.now()) + b"\n\n"
+
+    async def _tick(self) -> None:
+        now_s = time.monotonic() + self._offset_s
+        await asyncio.sleep(1.0 - now_s % 1.0)
+        self._book.tick(time.monotonic() + self._offset_s - 0.5)  # the second that has just ended
+        if self._num_viewers:
+            self._event = self._now_event()
+        ticked, self._ticked = self._ticked, asyncio.Event()
+        ticked.set()

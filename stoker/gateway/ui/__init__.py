@@ -1,0 +1,1 @@
+"""The dashboard: static files, and the endpoint that serves them."""

@@ -1,0 +1,1 @@
+"""Dashboards and alerts, made from the metrics that the code exports."""
