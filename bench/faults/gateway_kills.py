@@ -9,7 +9,7 @@ fast as they can with a key that is limited to `--limit` requests per minute. A 
 Afterwards, each complete answer must have exactly one row in the ledger with the tokens that the client got, each answer that had
 begun must have a row, no id may have two, and the sums of hours must agree with the rows. The limited key may be admitted the
 refilled minutes, the first minute, and for each kill what a gateway can use between two reports of its lease (one second).
-HAProxy runs with examples/haproxy.cfg, with the ports of this run.
+bench/support/gateway_pair.py starts the gateways and HAProxy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,15 @@ import hashlib
 import http.client
 import json
 import random
-import shutil
-import signal
-import subprocess
-import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.contract import ROOT, BenchmarkError, Needs, Report, Result
-from bench.support.postgres_server import PostgresServer, installed
-from bench.support.processes import environment, free_port, free_ports, python_module, started, wait_for_port
+from bench.contract import Needs, Report, Result
+from bench.support.gateway_pair import STORES, Gateway, check_installed, gateway_pair, mock_workers
 
 NAME = "gateway_kills"
 HELP = "ledger rows and limits while two gateways behind HAProxy are killed again and again"
@@ -54,42 +48,8 @@ class Tally:
     first_admitted_s: float | None = None
 
 
-@dataclass
-class Gateway:
-    """A gateway that is started again after each kill."""
-
-    number: int
-    port: int
-    command: list[str]
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=out, env=environment())
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def end(self) -> None:
-        """End it however the run ended."""
-        if self.process is not None and self.process.poll() is None:
-            self.kill()
-
-    def stop(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", action="append", choices=("sqlite", "postgres"), help="default: sqlite; repeatable")
+    parser.add_argument("--store", action="append", choices=STORES, help="default: sqlite; repeatable")
     parser.add_argument("--kills", type=int, default=50, help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--limit", type=int, default=600, help="requests per minute of the limited key")
@@ -98,11 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    if shutil.which("haproxy") is None:
-        raise BenchmarkError("haproxy is not installed (Debian, as root: apt-get install haproxy)")
-    args.log_dir.mkdir(parents=True, exist_ok=True)
+    stores = args.store or ["sqlite"]
+    check_installed(stores)
     report = Report(details=[])
-    for store in args.store or ["sqlite"]:
+    for store in stores:
         found = _run(args, store)
         report.results += found.results
         report.details += found.details
@@ -111,55 +70,15 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _run(args: argparse.Namespace, kind: str) -> Report:
-    with ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        location = str(folder / "store.db")
-        if kind == "postgres":
-            programs = installed()
-            if programs is None:
-                raise BenchmarkError("no PostgreSQL server is installed (Debian, as root: apt-get install postgresql)")
-            server = PostgresServer(programs)
-            held.callback(server.close)
-            location = server.create_database("stoker")
-        workers = []
-        for _ in range(2):
-            port = free_port()
-            options = ("--chunks", _CHUNKS, "--delay-ms", _CHUNK_MS, "--whole-ms", 20)
-            held.enter_context(
-                started(python_module("bench.support.mock_worker", port, *options), args.log_dir / "worker.log")
-            )
-            wait_for_port(port)
-            workers.append(f"http://127.0.0.1:{port}")
-        front, *ports = free_ports(3)
-        config = folder / "gateway.toml"
-        config.write_text(_config(workers, args.limit))
-        gateways = []
-        for number, port in enumerate(ports):
-            command = python_module(
-                "stoker.cli.main", "gateway", "--config", config, "--port", port, "--store", location
-            )
-            command += ["--no-request-log"]
-            gateways.append(
-                Gateway(
-                    number,
-                    port,
-                    ["env", f"XDG_STATE_HOME={folder / str(number)}", *command],
-                    args.log_dir / "gateway.log",
-                )
-            )
-            gateways[-1].start()
-            held.callback(gateways[-1].end)
-        for port in ports:
-            wait_for_port(port, 60)
-        proxy = folder / "haproxy.cfg"
-        proxy.write_text(_haproxy((ROOT / "examples" / "haproxy.cfg").read_text(), front, ports))
-        held.enter_context(started(["haproxy", "-db", "-f", str(proxy)], args.log_dir / "haproxy.log"))
-        wait_for_port(front)
-        time.sleep(2.0)
-        tally, took_s = _storm(args, gateways, front)
-        for gateway in gateways:
+    options = ("--chunks", _CHUNKS, "--delay-ms", _CHUNK_MS, "--whole-ms", 20)
+    with (
+        mock_workers(2, args.log_dir / "worker.log", *options) as workers,
+        gateway_pair(kind, _config(workers, args.limit), args.log_dir) as pair,
+    ):
+        tally, took_s = _storm(args, pair.gateways, pair.port)
+        for gateway in pair.gateways:
             gateway.stop()
-        rows, sums = _ledger(location)
+        rows, sums = _ledger(pair.store)
     return _judge(args, kind, tally, took_s, rows, sums)
 
 
@@ -177,7 +96,7 @@ def _storm(args: argparse.Namespace, gateways: list[Gateway], port: int) -> tupl
         gateway = rng.choice(gateways)
         gateway.kill()
         gateway.start()
-        wait_for_port(gateway.port, 60)
+        gateway.wait_until_ready()
         if number % 10 == 9:
             print(f"{number + 1} kills, {len(tally.complete)} complete answers, {tally.lost} lost", flush=True)
     time.sleep(2.0)
@@ -271,13 +190,6 @@ def _config(workers: list[str], limit: int) -> str:
         lines += ["[[key]]", f'name = "{name}"', f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"']
         lines += [f"requests_per_minute = {limit}"] if name == "limited" else []
     return "\n".join(lines) + "\n"
-
-
-def _haproxy(text: str, front: int, ports: list[int]) -> str:
-    for old, new in zip(("bind :8000", "127.0.0.1:8001", "127.0.0.1:8002"), (front, *ports), strict=True):
-        assert old in text
-        text = text.replace(old, f"bind 127.0.0.1:{new}" if old.startswith("bind") else f"127.0.0.1:{new}")
-    return text
 
 
 def _ledger(location: str) -> tuple[dict[str, list[tuple[int, int]]], int]:

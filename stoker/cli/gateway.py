@@ -26,7 +26,7 @@ from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
     from stoker.gateway.build import GatewayServer
-    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.config import GatewayConfig, ListenSettings
 
 NAME = "gateway"
 HELP = "route requests to many workers, with limits, API keys and metering"
@@ -186,15 +186,25 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
         if welcome:
             _print_welcome(config, listener.getsockname()[1], server)
         await signals.wait()
-        server.begin_drain()
-        if server.num_running:
-            print_message(
-                f"stoker: finishing {server.num_running} requests; press Ctrl-C again to stop now", sys.stderr
-            )
-        await signals.first_of(asyncio.create_task(drained(server, config.listen.drain_s)))
+        await signals.first_of(asyncio.create_task(_leave(server, config.listen)))
         return 0
     finally:
         await server.close()
+
+
+async def _leave(server: GatewayServer, settings: ListenSettings) -> None:
+    """Let load balancers notice, then refuse new requests and let the running ones end."""
+    server.announce_drain()
+    if settings.drain_notice_s:
+        print_message(
+            f"stoker: accepting requests for {settings.drain_notice_s:g} s more; press Ctrl-C again to stop now",
+            sys.stderr,
+        )
+        await asyncio.sleep(settings.drain_notice_s)
+    server.begin_drain()
+    if server.num_running:
+        print_message(f"stoker: finishing {server.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
+    await drained(server, settings.drain_s)
 
 
 def _print_welcome(config: GatewayConfig, port: int, server: GatewayServer) -> None:

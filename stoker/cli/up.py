@@ -176,7 +176,9 @@ def _listening(table: Mapping[str, Any]) -> Listening:
         config = load(None, table)
     except ConfigError as error:
         raise ConfigError(f"[gateway] {error.message}") from error
-    return Listening(config.listen.host, config.listen.port, config.listen.tls_cert is not None, config.listen.drain_s)
+    listen = config.listen
+    stop_s = listen.drain_notice_s + listen.drain_s
+    return Listening(listen.host, listen.port, listen.tls_cert is not None, stop_s)
 
 
 def _plan(

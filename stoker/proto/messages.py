@@ -269,6 +269,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_address: str | None = None  # where other workers pull the KV that it keeps for them
     stores: dict[str, str] = {}  # store name by medium of KV events; workers with the same name share its blocks
     volatile_lines: list[str] = []  # how lines begin that it leaves out of system prompts
+    secret_id: str | None = None  # the public name of the secret with which it encrypts its events
 
 
 class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):

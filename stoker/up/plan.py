@@ -93,7 +93,7 @@ class Listening:
     host: str
     port: int
     tls: bool = False
-    drain_s: float = 3600.0
+    drain_s: float = 3600.0  # the notice to load balancers included
 
     @property
     def url(self) -> str:

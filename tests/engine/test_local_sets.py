@@ -278,5 +278,5 @@ def test_the_planned_memory_is_the_used_memory(model: TinyModel) -> None:
         assert 0 <= 0.01 * 2**30 - used < sum(sizes)
         if not llm.built.local_pools:
             return
-    with pytest.raises(ConfigError, match=r"need.* blocks of 4 tokens.*kv.local_share"):
-        LLM(model.folder, settings(kv=KvSettings(BLOCK, memory_gib=0.01, local_share=0.0001)))
+    with pytest.raises(ConfigError, match=r"kv.memory_gib"):
+        LLM(model.folder, settings(kv=KvSettings(BLOCK, memory_gib=4 * sum(sizes) / 2**30)))

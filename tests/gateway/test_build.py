@@ -249,6 +249,20 @@ def test_workers_come_and_go_while_it_runs(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_gateway_that_announced_its_drain_still_serves_but_keeps_no_connection(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with built(tmp_path, {}, [serving()]) as world:
+            assert "connection" not in (await world.ask())[1]
+            world.gateway.announce_drain()
+            assert (await world.ask("/ready", method="GET"))[0] == 503
+            status, headers, _ = await world.ask()
+            assert (status, headers["connection"]) == (200, "close")
+            world.gateway.begin_drain()
+            assert (await world.ask())[0] == 503
+
+    asyncio.run(main())
+
+
 def test_draining_refuses_the_new_and_finishes_the_old(tmp_path: Path) -> None:
     async def main() -> None:
         gate = asyncio.Event()

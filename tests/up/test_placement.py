@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stoker.base.errors import ConfigError
+from stoker.cli.serving import listen
+from stoker.up.placement.local import LocalPlacement
+from stoker.up.placement.ray_placement import RayPlacement
 from stoker.up.plan import HEAD, HOST, NODE_RANK, PORT, PYTHON, SECRET_FILE
 from tests.up.test_fleet_config import config_of, flags, plan_of
 
@@ -58,3 +61,11 @@ def test_a_worker_on_several_nodes_gets_a_head() -> None:
     assert (found["--head"], found["--node-rank"], found["--nodes"]) == (HEAD, NODE_RANK, "2")
     assert (part.nodes, part.ranks_per_node) == (2, 2)
     assert [part.uses_gpus(are_there) for are_there in (False, True)] == [False, True]
+
+
+def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:
+    pytest.importorskip("ray")
+    with listen("127.0.0.1", 0) as bound:  # no process listens there
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"up.ray_address='{address}' cannot be reached: .*Connection refused"):
+            RayPlacement(address, LocalPlacement({}))

@@ -49,6 +49,7 @@ class OwningServer(Protocol):
     loop: asyncio.AbstractEventLoop
     now: float
     draining: bool
+    closing: bool
     on_bad: Callable[[str, str], None]
 
     def refusal(self, connection: ClientConnection) -> BadMessage | None: ...
@@ -195,7 +196,7 @@ class ClientConnection(asyncio.Protocol):
         if self.paused and request is not None:
             waiting = self.transport.get_write_buffer_size()
             self._server.unread.add(self, request.account or self.group, waiting)
-        if not keep_alive or self._server.draining:
+        if not keep_alive or self._server.closing:
             self._close()
         elif self.paused:
             self._phase = _DRAIN

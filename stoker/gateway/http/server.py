@@ -55,7 +55,8 @@ class Server:
         self.heads = HeadParser(limits.max_headers)
         self.on_bad = on_bad
         self.now = 0.0
-        self.draining = False
+        self.draining = False  # every answer that begins now ends its connection, and says so
+        self.closing = False  # connections end with their running exchanges
         self._handler = handler
         self._listeners: list[asyncio.Server] = []
         self._connections: set[ClientConnection] = set()
@@ -105,9 +106,17 @@ class Server:
     def num_running(self) -> int:
         return len(self._running)
 
+    def begin_drain(self) -> None:
+        """End each connection with its next answer, so that clients connect again, to another server.
+
+        An answer that has begun did not say so. Its client may use the connection again, which must not be closed under it.
+        """
+        self.draining = True
+
     async def close(self, grace_s: float) -> None:
         """Stop accepting, let running exchanges end for up to `grace_s`, then close their connections."""
-        self.draining = True
+        self.begin_drain()
+        self.closing = True
         for listener in self._listeners:
             listener.close()
         for connection in list(self._connections):
@@ -137,7 +146,7 @@ class Server:
         """Add a new connection. Return why it is refused, or None."""
         self._connections.add(connection)
         refusal = self.connections.enter(connection)
-        if refusal is None and self.draining:
+        if refusal is None and self.closing:
             return BadMessage(503, "the gateway is stopping; retry later")
         return refusal
 

@@ -8,17 +8,22 @@ from stoker.base.errors import Overloaded
 
 
 class GatewayState:
-    """Counts running requests and holds the draining flag."""
+    """Counts running requests, and knows whether the gateway is leaving: first announced, then draining."""
 
     def __init__(self, drain_retry_after_s: float = 5.0) -> None:
         self._drain_retry_after_s = drain_retry_after_s
         self._idle: asyncio.Future[None] | None = None
         self.num_running = 0
+        self.leaving = False
         self.draining = False
+
+    def announce_drain(self) -> None:
+        """Tell load balancers at `/ready` that the gateway leaves. New requests are still accepted."""
+        self.leaving = True
 
     def begin_drain(self) -> None:
         """Refuse new requests with 503 from now on. Running and queued requests continue to their end."""
-        self.draining = True
+        self.leaving = self.draining = True
 
     def refusal(self) -> Overloaded | None:
         if not self.draining:

@@ -241,6 +241,38 @@ def test_a_failing_handler_is_a_500_or_a_cut_and_is_logged_once(run: Run, caplog
     run(main())
 
 
+def test_a_drain_closes_only_connections_whose_answer_said_so(run: Run) -> None:
+    """A proxy sends another request on a connection that was to be kept. If it is closed under it, that request is lost."""
+
+    async def main() -> None:
+        gate = asyncio.Event()
+
+        async def handler(request: HttpRequest) -> None:
+            if request.path != b"/stream":
+                await echo(request)
+                return
+            request.start(200, header_block([]))
+            request.write(b"a")
+            await gate.wait()
+            request.finish()
+
+        async with asyncio.timeout(LONG_S), serving(handler) as (server, _), peer(server.port) as client:
+            client.send(b"GET /stream HTTP/1.1\r\nhost: a\r\n\r\n")
+            await client.reader.readuntil(b"a\r\n")
+            server.begin_drain()
+            gate.set()
+            await client.reader.readuntil(b"0\r\n\r\n")
+            client.send(GET)
+            status, headers, _ = await client.answer()
+            assert (status, headers[b"connection"]) == (200, b"close")
+            assert await client.closed()
+            async with peer(server.port) as another:
+                another.send(GET)
+                assert (await another.answer())[0] == 200
+
+    run(main())
+
+
 def test_close_lets_running_exchanges_end_and_idle_ones_go(run: Run) -> None:
     async def main() -> None:
         gate = asyncio.Event()
