@@ -5,7 +5,8 @@ of T(n/2). So at best, two stages are T(n) / T(n/2) times as fast. Prompts are c
 the stages; at best, two stages are twice as fast.
 
 Cases alternate, and the best round of each counts, because other programs on the machine only make it slower. The notes have the
-load average.
+load average. On a busy machine, ranks wait for a core and not for each other. So the CPU time of the busier rank is reported too:
+what the time would be if every rank had a core of its own and never waited.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import random
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,38 +57,62 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def measure(args: argparse.Namespace, one: LLM, two: LLM) -> Report:
-    best: dict[str, float] = {}
+    best: dict[str, Spent] = {}
     for _ in range(args.rounds):
         for count in args.batches:
-            keep(best, f"one {count}", decode_s(one, count, args.tokens))
-            keep(best, f"half {count}", decode_s(one, count // 2, args.tokens))
-            keep(best, f"two {count}", decode_s(two, count, args.tokens))
-        keep(best, "one prefill", prefill_s(one))
-        keep(best, "two prefill", prefill_s(two))
+            keep(best, f"one {count}", decode(one, count, args.tokens))
+            keep(best, f"half {count}", decode(one, count // 2, args.tokens))
+            keep(best, f"two {count}", decode(two, count, args.tokens))
+        keep(best, "one prefill", prefill(one))
+        keep(best, "two prefill", prefill(two))
     notes = f"load average {os.getloadavg()[0]:.1f}"
     results = []
-    for count in args.batches:
-        tokens = count * args.tokens
-        ideal_s = best[f"half {count}"]  # two stages compute two halves of the batch in this time
+    for field, metric in (("wall_s", "rate of two stages"), ("cpu_s", "the same by CPU time of the busier rank")):
+        spent = {case: getattr(one, field) for case, one in best.items()}
+        for count in args.batches:
+            tokens = count * args.tokens
+            ideal_s = spent[f"half {count}"]  # two stages compute two halves of the batch in this time
+            faster = f"{spent[f'one {count}'] / spent[f'two {count}']:.2f} times one process; {notes}"
+            results.append(
+                Result(
+                    f"decode, {count} sequences", metric, "tokens/s", tokens / spent[f"two {count}"], "higher",
+                    "T(n) / T(n/2) times one process", tokens / ideal_s, "baseline", faster, 0.9,
+                )
+            )  # fmt: skip
         results.append(
             Result(
-                f"decode, {count} sequences", "rate of two stages", "tokens/s", tokens / best[f"two {count}"], "higher",
-                "T(n) / T(n/2) times one process", tokens / ideal_s, "baseline",
-                f"{best[f'one {count}'] / best[f'two {count}']:.2f} times one process; {notes}", 0.9,
+                f"prompt of {_PREFILL_TOKENS} tokens", metric, "tokens/s", _PREFILL_TOKENS / spent["two prefill"], "higher",
+                "one process", _PREFILL_TOKENS / spent["one prefill"], "baseline", notes, 1.7,
             )
         )  # fmt: skip
-    results.append(
-        Result(
-            f"prompt of {_PREFILL_TOKENS} tokens", "rate of two stages", "tokens/s",
-            _PREFILL_TOKENS / best["two prefill"], "higher", "one process", _PREFILL_TOKENS / best["one prefill"],
-            "baseline", notes, 1.7,
-        )
-    )  # fmt: skip
-    return Report(results, best)
+    return Report(results, {case: asdict(one) for case, one in best.items()})
 
 
-def keep(best: dict[str, float], case: str, seconds: float) -> None:
-    best[case] = min(seconds, best.get(case, seconds))
+@dataclass(frozen=True)
+class Spent:
+    """The time of one round, and the CPU time of the rank that took the most."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def since(cls, llm: LLM, wall_s: float, cpu_s: list[float]) -> Spent:
+        found = zip(cpu_times(llm), cpu_s, strict=True)
+        return cls(time.perf_counter() - wall_s, max(now - before for now, before in found))
+
+
+def cpu_times(llm: LLM) -> list[float]:
+    """Return the CPU time of each rank, this process first."""
+    times, ticks = [time.process_time()], os.sysconf("SC_CLK_TCK")
+    for pid in getattr(llm.built.ranks, "pids", {}).values():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        times.append((int(fields[11]) + int(fields[12])) / ticks)
+    return times
+
+
+def keep(best: dict[str, Spent], case: str, spent: Spent) -> None:
+    before = best.get(case, spent)
+    best[case] = Spent(min(spent.wall_s, before.wall_s), min(spent.cpu_s, before.cpu_s))
 
 
 def open_engine(folder: Path, stages: int) -> LLM:
@@ -105,30 +131,31 @@ def open_engine(folder: Path, stages: int) -> LLM:
     return LLM(folder, settings, random_weights_seed=0)
 
 
-def decode_s(llm: LLM, count: int, num_tokens: int) -> float:
+def decode(llm: LLM, count: int, num_tokens: int) -> Spent:
     """Return the time in which all sequences decode `num_tokens` tokens, after they have been prefilled."""
     requests = [request(number, _PROMPT_TOKENS, num_tokens + 9) for number in range(count)]
     for one in requests:
         llm.built.engine.add(one)
     done = dict.fromkeys((one.request_id for one in requests), 0)
 
-    def step_until(wanted: int) -> float:
+    def step_until(wanted: int) -> None:
         while min(done.values()) < wanted:
             for chunk in llm.built.engine.step():
                 done[chunk.request_id] += len(chunk.token_ids)
-        return time.perf_counter()
 
-    started_s = step_until(4)
-    seconds = step_until(4 + num_tokens) - started_s
+    step_until(4)
+    started = time.perf_counter(), cpu_times(llm)
+    step_until(4 + num_tokens)
+    spent = Spent.since(llm, *started)
     finish(llm)
-    return seconds
+    return spent
 
 
-def prefill_s(llm: LLM) -> float:
+def prefill(llm: LLM) -> Spent:
     llm.built.engine.add(request(random.getrandbits(40), _PREFILL_TOKENS, 1))
-    started_s = time.perf_counter()
+    started = time.perf_counter(), cpu_times(llm)
     finish(llm)
-    return time.perf_counter() - started_s
+    return Spent.since(llm, *started)
 
 
 def finish(llm: LLM) -> None:

@@ -138,7 +138,8 @@ def _measure(args: argparse.Namespace, gateway: int, ports: list[int], report: R
         thread.join(_WAIT_S)
     failed = sum(not one.is_complete for one in streams)
     different = sum(one.text != two.text for one, two in zip(streams, expected, strict=True))
-    case = f"{args.streams} greedy streams, {args.dtype}"
+    name = Path(args.model).name + " model" if args.model else "SmolLM2"
+    case = f"{args.streams} greedy streams, {name}, {args.dtype}"
     report.results += [
         Result(case, "time until the drained worker is empty", "s", empty_s, notes=f"target {_TARGET_S:g} s"),
         Result(case, "failed streams", "streams", failed, notes=f"{num_over} had ended before"),

@@ -64,7 +64,7 @@ def guesses(llm: LLM, rows: RowTable) -> dict[int, list[int]]:
     return found
 
 
-CASES = [("sglang", "tp2 pp2"), ("vllm, norm before fc", "tp2"), ("mtp", "pp2")]
+CASES = [("sglang", "tp2 pp2"), ("vllm, norm before fc", "tp2"), ("mtp", "pp2"), ("mtp", "tp2 cp2")]
 SLOW_CASES = [
     ("sglang", "tp2"),
     ("sglang", "pp2"),

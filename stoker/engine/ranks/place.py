@@ -77,17 +77,21 @@ def plan_shards(family: ModelFamily, resolved: ResolvedSettings) -> list[Shard]:
 
 
 def layer_bytes(family: ModelFamily, resolved: ResolvedSettings) -> tuple[list[int], int]:
-    """Return the bytes of each layer's weights, and those of the embedding, the last norm and the head."""
+    """Return the bytes of each layer's weights, and those of the embedding, the last norm and the head.
+
+    Memory is what GPUs lack. On a CPU stages should take equal times, and an embedding that is not the head too takes none."""
     layers: dict[int, int] = {}
-    ends_bytes = 0
+    ends: dict[str, int] = {}
     for name, parameter in build_model(family, resolved, torch.device("meta")).named_parameters():
         first, _, rest = name.partition(".")
         if first == "layers":
             number = int(rest.partition(".")[0])
             layers[number] = layers.get(number, 0) + parameter.nbytes
         else:
-            ends_bytes += parameter.nbytes
-    return [layers[i] for i in sorted(layers)], ends_bytes
+            ends[first] = ends.get(first, 0) + parameter.nbytes
+    if resolved.device.type == "cpu" and "head" in ends:
+        del ends["embedding"]
+    return [layers[i] for i in sorted(layers)], sum(ends.values())
 
 
 def compare_ranks(control: Collectives, facts: Mapping[str, str]) -> None:

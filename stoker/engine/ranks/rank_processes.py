@@ -68,7 +68,7 @@ class RankProcesses:
         self._watch = RankWatch(1, _SILENT_S, _START_S, 0.0)
         self._connections: RankConnections | None = None
         self._is_closed = False
-        self._is_final = False  # the engine does not start again
+        self._is_final = False  # the other nodes were told that the engine does not start again
         self._watching: threading.Thread | None = None
 
     # ---- RankHost
@@ -133,7 +133,9 @@ class RankProcesses:
             return [self._addresses[rank] for rank in sorted(self._addresses)]
 
     def dismiss(self) -> None:
-        self._is_final = True
+        with self._lock:
+            self._is_final = True
+        self._tell_nodes(LinkMessage(Kind.BYE))
 
     def close(self) -> None:
         """End all ranks."""
@@ -142,8 +144,6 @@ class RankProcesses:
         self._kill()
         if was_closed:
             return
-        if self._is_final:
-            self._tell_nodes(LinkMessage(Kind.BYE))
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join(2 * CHECK_EVERY_S)
         if self._gate is not None:
@@ -306,7 +306,7 @@ class RankProcesses:
                     ended.add(rank)
                     messages.append((rank, None))
             with self._lock:
-                if self._is_closed:
+                if self._is_closed or self._is_final:
                     return
                 for rank, message in messages:
                     if message is not None:
