@@ -119,18 +119,10 @@ def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 
 def _check_split(settings: EngineSettings, layout: RankLayout) -> None:
-    """Raise ConfigError for settings that do not work with a split context: tiers and other workers take whole blocks."""
-    store = settings.store
-    refused = {
-        "--kv-host-gib": store.host_gib > 0,
-        "--kv-disk": store.disk_dir is not None,
-        "--kv-mooncake": store.mooncake_master is not None,
-        "--kv-tier": bool(store.tiers),
-        "--role prefill and --kv-port": settings.handoff.serves,
-    }
-    if found := [name for name, is_given in refused.items() if is_given]:
+    """Raise ConfigError for settings that do not work with a split context: other workers take whole blocks."""
+    if settings.handoff.serves:
         raise ConfigError(
-            f"cp={layout.cp}: {', '.join(found)} does not work with a split context yet; remove it, or --cp"
+            f"cp={layout.cp}: --role prefill and --kv-port do not work with a split context yet; remove it, or --cp"
         )
 
 

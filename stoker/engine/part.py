@@ -144,7 +144,8 @@ def tier_share(family: ModelFamily, part: EnginePart) -> float:
     """Return a rank's part of the capacity of the tiers: that of its blocks in the blocks of all ranks. `family` is that of
     the whole model."""
     own, whole = part.kv.layout, kv_layout(family, part.resolved)
-    copies = part.resolved.layout.tp * own.num_heads / own.model_heads  # several ranks may hold the same heads
+    # Several ranks may hold the same heads, of all tokens or of a part of them.
+    copies = part.resolved.layout.tp * own.num_heads / own.model_heads / own.num_parts
     own_bytes, all_bytes = (sum(one.layout.block_bytes for one in layout.sets) for layout in (own, whole))
     return own_bytes / (copies * all_bytes)
 

@@ -37,7 +37,7 @@ class RankNeeds:
 
 
 @dataclass(frozen=True, slots=True)
-class RankKv:
+class KvRoom:
     """The KV of one rank."""
 
     num_bytes: int
@@ -107,7 +107,7 @@ def rank_kv(
     resolved: ResolvedSettings,
     context: int,
     unused: int | None = None,
-) -> RankKv:
+) -> KvRoom:
     """Return the KV that fits on a rank beside its needs. Raises ConfigError if none does. `unused` replaces the part of the
     working memory that stays free."""
     working = needs.working if unused is None else needs.working - needs.unused + unused
@@ -119,7 +119,7 @@ def rank_kv(
         )
     blocks = divide_memory(budget, settings, resolved, needs.kv)
     sizes = [one.layout.block_bytes for one in needs.kv.sets]
-    return RankKv(
+    return KvRoom(
         sum(count * size for count, size in zip(blocks, sizes, strict=True)),
         blocks[0] * resolved.block_tokens,
         max_sequences(blocks, resolved, needs.kv, context),

@@ -159,7 +159,7 @@ class BlockSets:
             first, end = held.first, min(pool.reach.first_block(position, size), seq.num_named)
             if end > first:
                 needed = self.needed_later(seq, pool)
-                behind = [(number, block) for number in range(first, end) if (block := held.find(number)) is not None]
+                behind = held.numbered(first, end)
                 pool.release([block for number, block in behind if number in needed])
                 pool.release_passed([block for number, block in behind if number not in needed])
                 held.first = end

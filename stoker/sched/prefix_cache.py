@@ -70,15 +70,25 @@ class PrefixCache:
 
     def name_blocks(self, seq: Sequence, num_computed: int) -> None:
         """Register the sequence's blocks that are full after `num_computed` tokens under their keys."""
+        first, end = seq.num_named, num_computed // seq.block_tokens
+        if end <= first:
+            return
         seq.extend_keys()
-        for i in range(seq.num_named, num_computed // seq.block_tokens):
-            name = (seq.keys[i], seq.parent_of(i), seq.tokens_of(i), None if i else seq.request.cache_salt)
-            self._remove(seq, seq.keys[i])
-            seq.num_named = i + 1
-            for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
-                if (block := held.find(i)) is not None:
-                    pool.name(block, *name)
-                    if not pool.reach.is_bounded or i in self._sets.needed_later(seq, pool):
+        names = [
+            (seq.keys[i], seq.parent_of(i), seq.tokens_of(i), None if i else seq.request.cache_salt)
+            for i in range(first, end)
+        ]
+        for name in names:
+            self._remove(seq, name[0])
+        seq.num_named = end
+        for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
+            blocks = held.numbered(first, end)
+            for i, block in blocks:
+                pool.name(block, *names[i - first])
+            if self._offers.is_open:
+                needed = self._sets.needed_later(seq, pool) if pool.reach.is_bounded else range(first, end)
+                for i, block in blocks:
+                    if i in needed:
                         self._offers.add(seq, i, block, kv_set)
 
     def offer_last(self, seq: Sequence) -> None:

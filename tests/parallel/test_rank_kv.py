@@ -124,6 +124,7 @@ TIER_CASES = [
     ("llama", "disk", "tp2 pp2"),
     pytest.param("llama", "mooncake", "pp2", marks=pytest.mark.slow),  # Mooncake takes seconds to start
     ("kimi-k2", "disk", "tp2"),
+    ("kimi-k2", "disk", "tp2 cp2"),
     ("gpt-oss", "disk", "ep2"),
 ]
 

@@ -6,10 +6,11 @@ import pytest
 
 from stoker.base.errors import ConfigError
 from stoker.cli.serving import listen
+from stoker.up.footprint import footprint_words
 from stoker.up.placement.local import LocalPlacement
 from stoker.up.placement.ray_placement import RayPlacement
 from stoker.up.plan import HEAD, HOST, NODE_RANK, PORT, PYTHON, SECRET_FILE
-from tests.up.test_fleet_config import config_of, flags, plan_of
+from tests.up.test_fleet_config import MACHINE, config_of, flags, plan_of
 
 RAY = '[up]\nplacement = "ray"\n'
 
@@ -52,6 +53,10 @@ def test_a_placed_worker_learns_its_address_where_it_runs() -> None:
     assert (part.nodes, part.ranks_per_node) == (1, 2)
     assert part.uses_gpus(False)
     assert "worker" not in plan.gateway_table  # they register themselves
+
+
+def test_workers_elsewhere_use_no_memory_of_this_machine() -> None:
+    assert list(footprint_words(config_of(f"{RAY}[[workers]]\ncount = 99"), {}, MACHINE)) == []
 
 
 def test_a_worker_on_several_nodes_gets_a_head() -> None:

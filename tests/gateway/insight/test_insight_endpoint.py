@@ -39,7 +39,7 @@ class Insight:
         self.world = World()
         self.page = page
         self.num_reads = 0
-        token = AdminToken(TOKEN)
+        token = AdminToken([TOKEN])
         kv = KvPages(self.world.fleet, self.world.insight.reuse, self.read_page, self.world.clock.now)
         self.live = LiveStream(token, self.world.insight)
         self.world.change(insight_pages=InsightEndpoint(token, self.world.insight, kv), live=self.live)
