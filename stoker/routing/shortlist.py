@@ -26,8 +26,8 @@ from stoker.routing.candidate import Candidate, PoolTotals, PrefixInfo
 from stoker.routing.query import RouteQuery
 
 MIN_WORKERS = 128  # smaller pools are scored completely
-_CHEAPEST = 16
-_HOLDERS = 48
+_CHEAPEST = 12
+_HOLDERS = 24
 _FEW = 160  # holders that are ordered one by one
 _MAX_WALK = 256  # workers of an order that are looked at
 _SMOOTHING = 0.05
