@@ -44,6 +44,9 @@ _MIXED_DRAFT_PART = 4  # drafts take at most one in this many of the tokens that
 # A pipeline's step has one of this many parts of the prompt tokens that its stages could compute, and at least the minimum. So
 # neighbouring steps take similar times, and no stage waits for a long step between short ones.
 _STAGE_PARTS = 16
+_STAGE_PARTS_ALONE = (
+    4  # without sequences that decode, steps need not be as similar, and larger ones cost less per token
+)
 _MIN_STAGE_TOKENS = 64
 
 _MEASURED_PER_STEP = 8  # waiting sequences whose uncached tokens are counted again in each step, in rotation
@@ -376,7 +379,8 @@ class Scheduler:
         if stages == 1:
             return limit
         startable = self._queued_tokens(prefills, min(_MAX_COUNTED, len(self._free_rows)))
-        return min(limit, num_decodes + max(_MIN_STAGE_TOKENS, -(-startable // (_STAGE_PARTS * stages))))
+        parts = stages * (_STAGE_PARTS if num_decodes else _STAGE_PARTS_ALONE)
+        return min(limit, num_decodes + max(_MIN_STAGE_TOKENS, -(-startable // parts)))
 
     def _queued_tokens(self, prefills: list[tuple[Sequence, int]], max_waiting: int) -> int:
         """Return how many prompt tokens are left to compute, of at most `max_waiting` sequences that wait."""
