@@ -61,7 +61,7 @@ TABLE = {
         f"{ENGINE_SIDE} msgspec xgrammar llguidance",
     ),
     "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
-    "planner": Allowed("engine models layers parallel", ENGINE_SIDE),
+    "planner": Allowed("engine models layers parallel kv.blocks", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),

@@ -45,7 +45,7 @@ min_decode = 1
 
 
 @dataclass(frozen=True)
-class Phase:
+class TracePhase:
     """Requests of one kind."""
 
     prompt_tokens: int
@@ -53,7 +53,7 @@ class Phase:
     per_s: float
 
 
-PHASES = (Phase(6000, 16, 8.0), Phase(300, 300, 3.2))
+PHASES = (TracePhase(6000, 32, 9.0), TracePhase(300, 300, 3.4))
 
 
 @dataclass
@@ -166,7 +166,7 @@ async def _load(port: int, phase_s: float, seed: int) -> list[Outcome]:
         return list(await asyncio.gather(*tasks))
 
 
-async def _ask(session: Any, port: int, number: int, phase: Phase, prompt: list[int]) -> Outcome:
+async def _ask(session: Any, port: int, number: int, phase: TracePhase, prompt: list[int]) -> Outcome:
     import time
 
     import aiohttp

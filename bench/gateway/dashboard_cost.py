@@ -1,15 +1,17 @@
-"""What the dashboard costs the gateway: its CPU time while nobody looks, and with one viewer.
+"""What the dashboard costs the gateway: CPU time for each request, while nobody looks, and with one viewer.
 
     python -m bench run dashboard_cost --workers 1 --workers 64 --seconds 30
 
 Mock workers stand behind the gateway, which has no requests except health checks, and a small steady load of streams if `--rate`
 is given. The viewer does what the page does: it reads /admin/stream, and the fleet every 2 s. The arms alternate over the rounds:
-without a viewer, with one on the page Now, and with one on the page Fleet. The target is at most 0.02 cores more with a viewer.
+without a viewer, and with one on each page. The target is at most 0.02 cores more with a viewer. The time for a request and for a
+piece of a stream is that of the classes alone, in this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import shlex
 import statistics
 import tempfile
@@ -17,6 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 from bench.contract import Needs, Report, Result
@@ -34,6 +37,7 @@ NAME = "dashboard_cost"
 HELP = "CPU time of the gateway without and with a viewer of the dashboard"
 NEEDS = Needs(packages=("msgspec", "uvloop"))
 MOST_CORES = 0.02
+BLOCK_TOKENS, REQUESTS, PIECES = 16, 2_560, 500_000
 START_S = 60.0
 # What each page of the dashboard reads besides the stream: path -> seconds between two reads.
 PAGES: dict[str, dict[str, float]] = {
@@ -54,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    results, details = [], []
+    results, details = _own_times(), []
     for count in args.workers or [1, 64]:
         cores = _measure(count, args)
         details.append({"workers": count, "cores": cores})
@@ -71,6 +75,43 @@ def run(args: argparse.Namespace) -> Report:
         if one.metric.startswith("more") and one.value > MOST_CORES
     ]
     return Report(results, details, problems)
+
+
+def _own_times() -> list[Result]:
+    """Return the time that the series, the lists and the reuse curve take for a request, and the histogram for a piece."""
+    from stoker.base.histogram import Histogram
+    from stoker.fleet.fleet import Fleet
+    from stoker.fleet.load_book import LoadBook
+    from stoker.gateway.admission.prices import PriceList
+    from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
+    from stoker.gateway.insight.insight_book import InsightBook
+    from stoker.gateway.insight.latency_goals import LatencyGoals
+    from stoker.gateway.insight.request_digest import RequestTimes
+    from stoker.gateway.records.metrics import GatewayMetrics
+    from stoker.gateway.records.usage_row import UsageRow
+    from stoker.routing.query import RouteQuery
+
+    results = []
+    for num_tokens in (1_000, 16_000, 128_000):
+        metrics = GatewayMetrics()
+        gauges = partial(read_fleet_gauges, Fleet(), LoadBook(), time.monotonic, lambda: 0, lambda: 0)
+        book = InsightBook(metrics, PriceList(), LatencyGoals(), gauges)
+        numbers = random.Random(1)
+        keys = [numbers.getrandbits(64) for _ in range(num_tokens // BLOCK_TOKENS)]
+        query = RouteQuery(model="m", keys=keys, block_tokens=BLOCK_TOKENS, num_tokens=num_tokens)
+        row = UsageRow("r", 1.0, "k", "t", "m", "t:s", "w", "chat", 200, num_tokens, 0, 99, 100.0, 900.0)
+        began_s = time.process_time()
+        for _ in range(REQUESTS):
+            book.ended(row, None, query, RequestTimes(0.0, 0.01, None, 0.1), 0)
+        book.tick(1.0)
+        us = 1e6 * (time.process_time() - began_s) / REQUESTS
+        results.append(Result(f"a request of {num_tokens} tokens", "CPU time of the dashboard's data", "us", us))
+    histogram, clock = Histogram(GatewayMetrics().itl_s.bounds), time.monotonic
+    began_s = time.process_time()
+    for _ in range(PIECES):
+        histogram.observe(clock())
+    us = 1e6 * (time.process_time() - began_s) / PIECES
+    return [*results, Result("a piece of a stream", "CPU time of the dashboard's data", "us", us)]
 
 
 def _measure(count: int, args: argparse.Namespace) -> dict[str, list[float]]:

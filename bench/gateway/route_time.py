@@ -1,4 +1,4 @@
-"""CPU time of one routing decision: Router.route with 8 and 64 workers, without and with session keys.
+"""CPU time of one routing decision: Router.route with 8, 64 and 1,000 workers, without and with session keys.
 
 400 conversations over a shared prefix of 20 blocks send 6,000 requests. The first 1,000 are not counted. The result of each
 case is the lowest mean of the rounds. Run it alternately on two commits to compare them.
@@ -21,7 +21,7 @@ from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
 NAME = "route_time"
-HELP = "CPU time of one routing decision with 8 and 64 workers"
+HELP = "CPU time of one routing decision with 8, 64 and 1,000 workers"
 NEEDS = Needs()
 BLOCK, SHARED_BLOCKS, NUM_CONVERSATIONS = 64, 20, 400
 NUM_REQUESTS, NUM_WARMUP, PAUSE_S = 6000, 1000, 0.01
@@ -72,7 +72,7 @@ def route_us(num_workers: int, with_session: bool, policy: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64], help="default: 8 64")
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 1000], help="default: 8 64 1000")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--policy", default="cost", help="default: %(default)s")
 

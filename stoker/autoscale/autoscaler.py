@@ -2,7 +2,8 @@
 
 The pools are the workers that prefill and those that decode. The load of a pool is 1 where its latency goal is just met. Above
 `high` it needs a worker. It gets one from the other pool, if that stays well below `high` without it; else a new one, if the
-budget allows. A pool that would stay below `low` without one of its workers gives it up.
+budget allows. Before that, a pool with a much higher load than the other one gets a worker of it. A pool that would stay below
+`low` without one of its workers gives it up.
 
 What keeps it calm: several decisions in a row must agree, there is a pause after each change and a longer one before the opposite
 change, and measurements of new workers do not count. A worker that was asked for is counted until it joins or its time is over;
@@ -21,6 +22,7 @@ from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
 
+_IMBALANCE = 3.0  # a pool with this many times the load of the other one gets a worker before it misses its goal
 _LONGEST_PAUSE_S = 3600.0  # between two requests for a worker that nothing can place
 
 
@@ -110,30 +112,20 @@ class Autoscaler:
             reasons.append(reason)
         if reasons:
             return KEEP, f"{loads}: {'; '.join(reasons)}"
+        for pool, role, other in pools:
+            if pool.load > (low + high) / 2 and other.without(1) < pool.load / _IMBALANCE:
+                action, reason = self._take(sample, pool, role, other, now)
+                return action, f"{loads}: {reason}"
         if prefill.load <= low and decode.load <= low:
             return self._shrink(sample, prefill, decode, now, loads)
         return KEEP, f"{loads}: within the goals"
 
     def _grow(self, sample: FleetSample, pool: PoolLoad, role: Role, other: PoolLoad, now: float) -> tuple[Action, str]:
         """Return how a pool above its goal gets a worker."""
-        settings = self._settings
-        name, donor_role = role.value, Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        if pool.num_cold:
-            return KEEP, f"{name} is above {settings.high:g}, but it just got a worker"
-        least = settings.min_decode if donor_role is Role.DECODE else settings.min_prefill
-        donors = self._free(sample, donor_role)
-        # Donors are counted with the unified workers of their pool, which do the same work.
-        if (
-            donors
-            and other.num_workers > least
-            and not other.num_cold
-            and other.without(1) < (settings.low + settings.high) / 2
-        ):
-            if self._reverses(role, now):
-                return KEEP, f"{name} needs a worker, but the last change went the other way less than reverse_s ago"
-            return Flip(
-                _idlest(donors).worker_id, role
-            ), f"{name} is above {settings.high:g}, and the other pool has room"
+        settings, name = self._settings, role.value
+        action, reason = self._take(sample, pool, role, other, now)
+        if isinstance(action, Flip) or pool.num_cold or self._reverses(role, now):
+            return action, reason
         size = self._size(sample)
         if size >= settings.max_workers:
             return KEEP, f"{name} needs a worker, but {size} of max_workers={settings.max_workers} are in use"
@@ -146,6 +138,23 @@ class Autoscaler:
             )
         has_roles = any(one.role is not Role.UNIFIED for one in sample.workers)
         return Start(role if has_roles else Role.UNIFIED), f"{name} is above {settings.high:g}, and no worker is free"
+
+    def _take(self, sample: FleetSample, pool: PoolLoad, role: Role, other: PoolLoad, now: float) -> tuple[Action, str]:
+        """Return which worker the other pool gives to this one, if it can spare one."""
+        settings, name = self._settings, role.value
+        if pool.num_cold:
+            return KEEP, f"{name} needs a worker, but it just got one"
+        donor_role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        least = settings.min_decode if donor_role is Role.DECODE else settings.min_prefill
+        donors = self._free(sample, donor_role)
+        # Donors are counted with the unified workers of their pool, which do the same work.
+        if not donors or other.num_workers <= least or other.num_cold:
+            return KEEP, f"{name} needs a worker, and {donor_role.value} has none to give"
+        if other.without(1) >= (settings.low + settings.high) / 2:
+            return KEEP, f"{name} needs a worker, and {donor_role.value} needs its own"
+        if self._reverses(role, now):
+            return KEEP, f"{name} needs a worker, but the last change went the other way less than reverse_s ago"
+        return Flip(_idlest(donors).worker_id, role), f"{name} needs a worker, and {donor_role.value} has room"
 
     def _shrink(
         self, sample: FleetSample, prefill: PoolLoad, decode: PoolLoad, now: float, loads: str

@@ -36,13 +36,15 @@ class KvSettings:
         gt=0,
         default_text="on a GPU what the weights and the working memory leave free; on a CPU a share of the free RAM",
     )
-    local_share: float = setting(
-        0.5,
-        "The largest share of the KV cache's memory that layers with a window or chunks get. They get less if all rows "
-        "together need less. Ignored with --kv-blocks.",
-        flag="--kv-local-share",
-        gt=0,
-        le=0.95,
+    mean_tokens: int | None = setting(
+        None,
+        "Mean length of the sequences to divide the KV cache's memory for, in models with layers that have a window or chunks. "
+        "Shorter sequences need a larger part of it for these layers. Ignored with --kv-blocks.",
+        flag="--kv-mean-tokens",
+        unit="tokens",
+        ge=1,
+        default_text="131072, or the longest sequence if that is shorter",
+        renamed_from=("--kv-local-share",),
     )
     gpu_memory_gib: float | None = setting(
         None,
@@ -234,6 +236,16 @@ class RankSettings:
         "Expert parallelism: groups that split the experts, within the --tp ranks of a stage. 1 splits the width of every "
         "expert instead.",
         flag="--ep",
+        metavar="N",
+        ge=1,
+        le=64,
+    )
+
+    cp: int = setting(
+        1,
+        "Context split, for models with latent attention (MLA): this many of the --tp ranks hold a part of each KV block each, "
+        "so that the KV cache holds as many times the tokens. Other models split their KV by heads.",
+        flag="--cp",
         metavar="N",
         ge=1,
         le=64,

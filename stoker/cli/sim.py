@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.base import garbage
 from stoker.base.errors import ConfigError
 from stoker.base.output import print_result
 from stoker.base.paths import expand_home
@@ -151,7 +152,8 @@ def run(args: argparse.Namespace) -> int:
     )
     goal = LatencyGoal(*(None if ms is None else ms / 1e3 for ms in (args.goal_ttft_ms, args.goal_itl_ms)))
     workload = _workload(args)
-    prediction = predict(config, workload, goal, args.gpu_hour_price, ranges=not args.no_range)
+    with garbage.rare():
+        prediction = predict(config, workload, goal, args.gpu_hour_price, ranges=not args.no_range)
     if args.html is not None:
         try:
             args.html.write_text(as_html(prediction, workload.describe()), encoding="utf-8")
@@ -162,15 +164,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    from stoker.sim.workloads.agent_sessions import AgentSessions
-    from stoker.sim.workloads.azure import AzureTrace
-    from stoker.sim.workloads.mooncake import MooncakeTrace
     from stoker.sim.workloads.synthetic import Synthetic
 
     if args.num_requests is not None and args.num_requests < 1:
         raise ConfigError(f"--num-requests {args.num_requests}: must be at least 1")
-    if not 0 < args.speedup < float("inf"):
-        raise ConfigError(f"--speedup {args.speedup:g}: must be above 0")
     for name in ("max_pause_s", "start_spread_s"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must not be negative")
@@ -188,20 +185,44 @@ def _workload(args: argparse.Namespace) -> Workload:
             fixed=args.fixed_arrivals,
             seed=args.seed,
         )
-    found = _format(args.trace) if args.format == "auto" else args.format
-    if found == "mooncake":
-        return MooncakeTrace(args.trace, args.num_requests, args.speedup)
-    if found == "azure":
-        return AzureTrace(args.trace, args.num_requests, args.speedup)
-    return AgentSessions(
+    return trace_workload(
         args.trace,
         args.num_requests,
         args.speedup,
-        args.start_spread_s,
-        args.max_pause_s,
-        args.fixed_arrivals,
-        args.seed,
+        args.format,
+        start_spread_s=args.start_spread_s,
+        max_pause_s=args.max_pause_s,
+        fixed=args.fixed_arrivals,
+        seed=args.seed,
     )
+
+
+def trace_workload(
+    path: Path,
+    num_requests: int | None,
+    speedup: float,
+    form: str = "auto",
+    *,
+    start_spread_s: float = 3600.0,
+    max_pause_s: float = 120.0,
+    fixed: bool = False,
+    seed: int = 0,
+) -> Workload:
+    """Return the workload of a trace file. The last four arguments are for agent sessions."""
+    from stoker.sim.workloads.agent_sessions import AgentSessions
+    from stoker.sim.workloads.azure import AzureTrace
+    from stoker.sim.workloads.mooncake import MooncakeTrace
+
+    if num_requests is not None and num_requests < 1:
+        raise ConfigError(f"--num-requests {num_requests}: must be at least 1")
+    if not 0 < speedup < float("inf"):
+        raise ConfigError(f"--speedup {speedup:g}: must be above 0")
+    found = _format(path) if form == "auto" else form
+    if found == "mooncake":
+        return MooncakeTrace(path, num_requests, speedup)
+    if found == "azure":
+        return AzureTrace(path, num_requests, speedup)
+    return AgentSessions(path, num_requests, speedup, start_spread_s, max_pause_s, fixed, seed)
 
 
 def _format(path: Path) -> str:

@@ -5,6 +5,7 @@ There is no profiling run to measure how much memory a step needs. The KV cache 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,20 +50,29 @@ class WorkingMemory:
         keeps_spare: bool = False,
         partial_bytes: int = 0,
         draft_logits_bytes: int = 0,
+        samples: bool = True,
+        exchanged_bytes: Callable[[int], int] = lambda num_tokens: 0,
     ) -> WorkingMemory:
         """Compute the plan. `bytes_per_token` is the memory of a forward pass per token (Model.bytes_per_token).
         `partial_bytes` is what numerics=exact adds to a step: attention's partial results. `draft_logits_bytes` is what a
-        draft model adds."""
-        logits_bytes = max_heads(max_rows) * vocab_size * dtype_bytes + draft_logits_bytes
-        sampling_bytes = min(max_heads(max_rows), SAMPLE_BATCH_ROWS) * vocab_size * _SAMPLING_BYTES
+        draft model adds. `samples`: this rank computes logits. `exchanged_bytes` returns what a step of some tokens exchanges
+        if ranks split the context."""
+        num_logits = max_heads(max_rows) * vocab_size if samples else 0
+        logits_bytes = num_logits * dtype_bytes + draft_logits_bytes
+        sampling_bytes = min(num_logits, SAMPLE_BATCH_ROWS * vocab_size) * _SAMPLING_BYTES
         penalty_bytes = max(0, max_rows * vocab_size * _PENALTY_BYTES - _RESERVE_BYTES // 2)
         graph_tokens = max(max_rows, max_captured_tokens(captured_tokens))
         return cls(
             arena_bytes=max(step_tokens * bytes_per_token, sampling_bytes)
             + logits_bytes
             + penalty_bytes
-            + partial_bytes,
-            graph_bytes=_LIBRARY_BYTES + graph_tokens * bytes_per_token + logits_bytes + partial_bytes,
+            + partial_bytes
+            + exchanged_bytes(step_tokens),
+            graph_bytes=_LIBRARY_BYTES
+            + graph_tokens * bytes_per_token
+            + logits_bytes
+            + partial_bytes
+            + exchanged_bytes(graph_tokens),
             spare_bytes=CONTEXT_BYTES if keeps_spare else 0,
         )
 

@@ -45,7 +45,7 @@ def can_page(kv: DeviceKv) -> bool:
 
 def _has_kernels(like: Tensor, group: GroupKv) -> bool:
     if group.kind == "latent":
-        return mla.fits(like, group.all_pages, group.block_tokens, group.width)
+        return mla.fits(like, group.all_pages, group.page_tokens, group.width)
     return fits(like, group.block_tokens, group.width)
 
 
@@ -75,7 +75,8 @@ class GpuSteps:
         self._kv = kv
         self._rows = rows
         self._drafter = drafter or NoDrafter()
-        queries = [*[num_heads] * len(kv.groups), draft_heads]
+        # With a split context, a rank computes the heads of all ranks that hold a part of it.
+        queries = [*(num_heads * group.split.of for group in kv.groups), draft_heads]
         groups = list(zip(queries, kv.all_groups, strict=False))
         # The expanded form of latent attention (kernels/mla.py) does not go through cuDNN.
         shapes = [(heads, group.num_heads, group.width) for heads, group in groups if group.kind != "latent"]
@@ -141,7 +142,7 @@ class GpuSteps:
             token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, table, *sizes)
             where = (table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
             spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form, group.reach)
-            groups.append(GroupInputs(slots, spans, group))
+            groups.append(GroupInputs(group.split.slots(slots, group.block_tokens), spans, group))
         num_groups, features = len(self._kv.groups), self._drafter.start()
         batch = ForwardBatch(token_ids, positions, tuple(groups[:num_groups]), *groups[num_groups:])
         hidden = self._model(batch, features.taps)

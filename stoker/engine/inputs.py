@@ -14,6 +14,7 @@ from stoker.engine.rows import RowTable
 from stoker.kernels.attention import SpanGroup, SpanShape, group_spans
 from stoker.kernels.attention_grid import GridSpans, grid_spans
 from stoker.kernels.attention_rows import RowGroup
+from stoker.kernels.mla_split import SplitSpans, split_spans
 from stoker.kernels.step_inputs import step_tokens_ref
 from stoker.kernels.transfer import to_device
 from stoker.kv.device.device_kv import DeviceKv, GroupKv
@@ -71,14 +72,16 @@ def build_inputs(
         slots = blocks[:, None] * group.pages_per_block + np.arange(group.num_heads)
         slots = slots * layout.block_tokens + offsets[:, None]
         shapes = _shapes(plan, tokens, rows, group)
-        found: list[SpanGroup | RowGroup] | GridSpans
-        if grid_heads is not None:
+        found: list[SpanGroup | RowGroup] | GridSpans | SplitSpans
+        if group.split.of > 1:
+            found = split_spans(shapes, layout.block_tokens, group.split, device, attention_dtype, exact)
+        elif grid_heads is not None:
             pages = group.pages(group.num_layers - 1)
             found = grid_spans(shapes, slots, grid_heads, group.num_heads, pages, group.width, group.reach)
         else:
             sizes = (group.num_heads, layout.block_tokens)
             found = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact, group.reach)
-        return GroupInputs(_to_device(slots.ravel(), device), found, group)
+        return GroupInputs(group.split.slots(_to_device(slots.ravel(), device), layout.block_tokens), found, group)
 
     batch = ForwardBatch(
         token_ids=tokens.token_ids,

@@ -1,8 +1,9 @@
 """How many KV blocks the memory holds, and how it is divided between the KV sets.
 
-A set with a bounded reach gets what all rows together can hold of it, one more block for each eight of the first set,
-so that later requests find what earlier ones left, and at most a share of the memory (kv.local_share). The first set
-gets the rest.
+The memory is divided for sequences of a mean length (kv.mean_tokens). A set with a bounded reach gets what as many of them
+hold of it as fit into the memory, and at least a fifth of the memory. It never gets more than is useful: what all rows
+together can hold of it, and one more block for each eight of the first set, so that later requests find what earlier ones
+left. The first set gets the rest.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ _GIB = 1 << 30
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * _GIB
 _CACHED_PART = 8  # a set with a bounded reach keeps one block for each of this many of the first set
+_MEAN_TOKENS = 131_072
+# The sets with a bounded reach get this share also if sequences of the mean length need less: with many short sequences
+# they would limit the batch.
+_LEAST_SHARE = 0.2
+_MOST_SHARE = 0.95
 
 
 def blocks_per_set(
@@ -45,7 +51,7 @@ def blocks_per_set(
         most = [max(num_blocks, one.reach.min_pool_blocks(layout.block_tokens)) for one in local]
         taken = [min(count + num_blocks // _CACHED_PART, limit) for count, limit in zip(useful[1:], most, strict=True)]
         _check_budget(settings, resolved, working, num_blocks * block_bytes + _dot(taken, local_bytes))
-        return _checked(settings, layout, [num_blocks, *taken])
+        return _checked(layout, [num_blocks, *taken])
     budget = _budget(settings, resolved, working, _dot(useful, [block_bytes, *local_bytes]))
     return divide_memory(budget, settings, resolved, layout, draft)
 
@@ -61,7 +67,9 @@ def divide_memory(
     for_rows = _dot(useful[1:], local_bytes)
     cached = int(max(0, budget - for_rows) / (block_bytes + sum(local_bytes) / _CACHED_PART)) // _CACHED_PART
     wanted = [count + cached for count in useful[1:]]
-    part = min(1.0, settings.kv.local_share * max(0, budget) / max(1, _dot(wanted, local_bytes)))
+    needed = _dot(_needed_blocks(budget, settings, resolved, layout, block_bytes), local_bytes)
+    share = min(_MOST_SHARE * max(0, budget), max(needed, _LEAST_SHARE * max(0, budget)))
+    part = min(1.0, share / max(1, _dot(wanted, local_bytes)))
     taken = [int(part * count) for count in wanted]
     left = budget - _dot(taken, local_bytes)
     if left < 2 * block_bytes:
@@ -69,7 +77,7 @@ def divide_memory(
             f"{max(0, left) / _GIB:.2f} GiB are left for KV, but one block of {layout.block_tokens} tokens needs "
             f"{block_bytes / _GIB:.4f} GiB; free some memory, or set kv.memory_gib"
         )
-    return _checked(settings, layout, [left // block_bytes, *taken])
+    return _checked(layout, [left // block_bytes, *taken])
 
 
 def useful_blocks(one: KvSet, resolved: ResolvedSettings) -> int:
@@ -79,11 +87,45 @@ def useful_blocks(one: KvSet, resolved: ResolvedSettings) -> int:
     whole = -(-resolved.max_model_tokens // size)
     if not one.reach.is_bounded:
         return resolved.max_rows * whole
-    steps = 1 + resolved.steps_ahead
-    drafts = steps * MAX_DRAFTS if resolved.drafters.is_on else 0
-    per_row = min(whole, one.reach.num_blocks(size) + -(-drafts // size))
-    blocks = resolved.max_rows * per_row + steps * (resolved.step_tokens // size)
+    blocks = resolved.max_rows * _row_blocks(one, resolved) + _step_blocks(resolved)
     return max(blocks, one.reach.min_pool_blocks(size))
+
+
+def max_sequences(blocks: list[int], resolved: ResolvedSettings, layout: KvLayout, num_tokens: int) -> int:
+    """Return how many sequences of this length can run at the same time with these numbers of blocks."""
+    counts = []
+    for one, count in zip(layout.sets, blocks, strict=True):
+        if one.reach.is_bounded:
+            counts.append(max(1, (count - _step_blocks(resolved)) // _row_blocks(one, resolved)))
+        else:
+            counts.append(count * layout.block_tokens // num_tokens)
+    return min(resolved.max_rows, *counts)
+
+
+def _row_blocks(one: KvSet, resolved: ResolvedSettings) -> int:
+    """Return how many blocks of a set with a bounded reach a sequence holds while it decodes."""
+    size = resolved.block_tokens
+    drafts = (1 + resolved.steps_ahead) * MAX_DRAFTS if resolved.drafters.is_on else 0
+    return min(-(-resolved.max_model_tokens // size), one.reach.num_blocks(size) + -(-drafts // size))
+
+
+def _step_blocks(resolved: ResolvedSettings) -> int:
+    """Return how many blocks of a set with a bounded reach the launched steps fill."""
+    return (1 + resolved.steps_ahead) * (resolved.step_tokens // resolved.block_tokens)
+
+
+def _needed_blocks(
+    budget: int, settings: EngineSettings, resolved: ResolvedSettings, layout: KvLayout, block_bytes: int
+) -> list[int]:
+    """Return the blocks of the sets with a bounded reach that sequences of the mean length need, if they fill the memory.
+    `block_bytes` are those of the first set."""
+    local = layout.sets[1:]
+    mean_tokens = min(settings.kv.mean_tokens or _MEAN_TOKENS, resolved.max_model_tokens)
+    per_row, steps = [_row_blocks(one, resolved) for one in local], _step_blocks(resolved)
+    local_bytes = [one.layout.block_bytes for one in local]
+    sequence_bytes = -(-mean_tokens // resolved.block_tokens) * block_bytes + _dot(per_row, local_bytes)
+    count = max(1, (budget - steps * sum(local_bytes)) // sequence_bytes)
+    return [count * each + steps for each in per_row]
 
 
 def _dot(counts: list[int], sizes: list[int]) -> int:
@@ -131,7 +173,7 @@ def _check_budget(settings: EngineSettings, resolved: ResolvedSettings, working:
         )
 
 
-def _checked(settings: EngineSettings, layout: KvLayout, blocks: list[int]) -> list[int]:
+def _checked(layout: KvLayout, blocks: list[int]) -> list[int]:
     """Return the numbers of blocks. Raises ConfigError if no sequence could run with them."""
     for one, count in zip(layout.sets, blocks, strict=True):
         least = one.reach.min_pool_blocks(layout.block_tokens)
@@ -139,7 +181,6 @@ def _checked(settings: EngineSettings, layout: KvLayout, blocks: list[int]) -> l
             size = one.layout.block_bytes
             raise ConfigError(
                 f"the layers of {one.reach.name} get {count} KV blocks ({count * size / _GIB:.2f} GiB), but one sequence needs "
-                f"{least} blocks of {layout.block_tokens} tokens ({least * size / _GIB:.2f} GiB); raise kv.memory_gib or "
-                f"kv.local_share, which is {settings.kv.local_share:g}"
+                f"{least} blocks of {layout.block_tokens} tokens ({least * size / _GIB:.2f} GiB); raise kv.memory_gib"
             )
     return blocks

@@ -13,6 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.models.family import ModelShape
 from stoker.parallel.shard import RankLayout
+from stoker.sched.scheduler import plans_in_flight
 from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
 # The arithmetic of the largest captured step. It takes an H200 about 50 ms, longer than the host needs to launch it.
@@ -47,8 +48,10 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
     return resolve_on(_device(settings.device), settings, shape)
 
 
-def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
-    """Return the same for a given device, which this machine may lack."""
+def resolve_on(
+    device: torch.device, settings: EngineSettings, shape: ModelShape, layout: RankLayout | None = None
+) -> ResolvedSettings:
+    """Return the same for a given device, which this machine may lack. `layout` is by default that of the settings."""
     on_cpu = device.type == "cpu"
     # float32 is the fastest dtype on CPUs without bfloat16 instructions.
     dtype = getattr(torch, settings.dtype or ("float32" if on_cpu else "bfloat16"))
@@ -57,19 +60,22 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
             f"max_model_tokens={settings.max_model_tokens}, but the model supports at most {shape.max_positions} tokens"
         )
     step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
-    layout = RankLayout(settings.ranks.tp, settings.ranks.pp, settings.ranks.ep)
+    ranks = settings.ranks
+    layout = layout or RankLayout(ranks.tp, ranks.pp, ranks.ep, ranks.cp)
+    if layout.cp > 1:
+        _check_split(settings, layout)
     drafters = DrafterChoice.parse(OFF if settings.drafter is None else settings.drafter)
     return ResolvedSettings(
         device=device,
         dtype=dtype,
         kv_dtype=_kv_dtype(settings.kv.dtype, dtype, device),
-        block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
+        block_tokens=_block_tokens(settings, layout.cp, on_cpu),
         step_tokens=step_tokens,
         captured_tokens=min(step_tokens, _captured_tokens(shape)),
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         target_itl_s=(settings.sched.target_itl_ms or (250.0 if on_cpu else 75.0)) / 1e3,
         threads=_threads(settings, on_cpu),
-        steps_ahead=max(_steps_ahead(settings, on_cpu), layout.pp - 1),
+        steps_ahead=max(_steps_ahead(settings, on_cpu), plans_in_flight(layout.pp) - 1),
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
         drafters=drafters,
         exact=is_exact(settings.numerics, has_drafter=drafters.is_on),
@@ -110,6 +116,27 @@ def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtyp
                 f"{'.'.join(map(str, capability))}; use --kv-dtype int8"
             )
     return kv_dtype
+
+
+def _check_split(settings: EngineSettings, layout: RankLayout) -> None:
+    """Raise ConfigError for settings that do not work with a split context: other workers take whole blocks."""
+    if settings.handoff.serves:
+        raise ConfigError(
+            f"cp={layout.cp}: --role prefill and --kv-port do not work with a split context yet; remove it, or --cp"
+        )
+
+
+def _block_tokens(settings: EngineSettings, cp: int, on_cpu: bool) -> int:
+    """Return the tokens of a block, which `cp` ranks split. A GPU's kernels need pages of at least 16 tokens."""
+    given = settings.kv.block_tokens
+    if given is not None:
+        if given % cp:
+            raise ConfigError(
+                f"kv.block_tokens={given} is not a multiple of cp={cp}; use --block-tokens {-(-given // cp) * cp}"
+            )
+        return given
+    page_tokens = max(-(-16 // cp), 1) if on_cpu else max(64 // cp, 16)
+    return cp * page_tokens
 
 
 def _captured_tokens(shape: ModelShape) -> int:

@@ -34,6 +34,7 @@ from stoker.kernels.paged import most_shared
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import KvIdentity
 from stoker.kv.device.device_kv import DeviceKv
+from stoker.layers.mla import exchanged_bytes
 from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily
 from stoker.models.weights import load, parameter_slices
@@ -143,7 +144,8 @@ def tier_share(family: ModelFamily, part: EnginePart) -> float:
     """Return a rank's part of the capacity of the tiers: that of its blocks in the blocks of all ranks. `family` is that of
     the whole model."""
     own, whole = part.kv.layout, kv_layout(family, part.resolved)
-    copies = part.resolved.layout.tp * own.num_heads / own.model_heads  # several ranks may hold the same heads
+    # Several ranks may hold the same heads, of all tokens or of a part of them.
+    copies = part.resolved.layout.tp * own.num_heads / own.model_heads / own.num_parts
     own_bytes, all_bytes = (sum(one.layout.block_bytes for one in layout.sets) for layout in (own, whole))
     return own_bytes / (copies * all_bytes)
 
@@ -195,22 +197,41 @@ def _make_kv(
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step, on every rank."""
     layout = kv_layout(family, resolved, place.shard)
-    working = WorkingMemory.plan(
-        resolved.step_tokens,
-        resolved.captured_tokens,
-        resolved.max_rows,
-        family.shape.vocab_size,
-        resolved.dtype.itemsize,
-        model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token),
-        resolved.keeps_spare,
-        _partial_bytes(family, resolved, layout, draft) if resolved.exact and resolved.device.type == "cuda" else 0,
-        0 if draft is None else draft.logits_bytes(resolved.max_rows),
-    )
+    partial_bytes = 0
+    if resolved.exact and resolved.device.type == "cuda":
+        partial_bytes = _partial_bytes(family, resolved, layout, draft)
+    bytes_per_token = model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token)
+    working = working_memory(family, resolved, place.shard, bytes_per_token, draft, partial_bytes)
     group = None if draft is None else draft.kv_group
     if group is not None and layout.sets[0].reach.is_bounded:
         raise ConfigError("a draft model needs a model with layers that see all tokens; use --drafter without model:")
     blocks = [place.agree_on(count) for count in blocks_per_set(settings, resolved, layout, working, group)]
     return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
+
+
+def working_memory(
+    family: ModelFamily,
+    resolved: ResolvedSettings,
+    shard: Shard,
+    bytes_per_token: int,
+    draft: LoadedDraft | None = None,
+    partial_bytes: int = 0,
+) -> WorkingMemory:
+    """Return the plan of a rank's memory besides weights and KV. `bytes_per_token` are those of all models together.
+    `partial_bytes`: what numerics=exact adds."""
+    return WorkingMemory.plan(
+        resolved.step_tokens,
+        resolved.captured_tokens,
+        resolved.max_rows,
+        family.shape.vocab_size,
+        resolved.dtype.itemsize,
+        bytes_per_token,
+        resolved.keeps_spare,
+        partial_bytes,
+        0 if draft is None else draft.logits_bytes(resolved.max_rows),
+        shard.has_ends,
+        partial(exchanged_bytes, family.kv_groups[0].width, shard.cp, resolved.dtype.itemsize),
+    )
 
 
 def max_context(resolved: ResolvedSettings, kv: DeviceKv) -> int:
@@ -224,7 +245,7 @@ def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLa
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
     most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // min(one.layout.block_bytes for one in layout.sets)
-    groups = [(shape.num_heads, group) for group in layout.groups]
+    groups = [(shape.num_heads * layout.num_parts, group) for group in layout.groups]
     if draft is not None:
         groups.append((draft.num_heads, draft.kv_group))
     heads = [cut_heads(num_heads, group) for num_heads, group in groups]
@@ -261,4 +282,6 @@ def kv_layout(family: ModelFamily, resolved: ResolvedSettings, shard: Shard = WH
         dtype_bytes=resolved.kv_dtype.itemsize,
         first_head=piece.index * (heads // piece.of),
         held_heads=None if piece.is_whole else heads // piece.of,
+        part=shard.context.index,
+        num_parts=shard.cp,
     )

@@ -66,6 +66,7 @@ class Fleet:
         self._settings = settings or FleetSettings()
         self._members: dict[WorkerId, Member] = {}
         self._pools: dict[tuple[str, frozenset[Role]], CandidatePool] = {}
+        self._all_known = False  # the rates of all workers are known
 
     # ---- membership
 
@@ -146,8 +147,13 @@ class Fleet:
         if member is not None:
             member.report, member.reported_at = report, now
             member.kv_used = min(max(report.kv_used, 0.0), 1.0)
+            had_rates = member.rates.are_known
             member.rates.reported(report.prefill_tokens_per_s, report.step_s)
-            self._update_rates()
+            # Once every worker's rates are known, no worker needs the average, and a report changes only its own worker.
+            if had_rates and self._all_known:
+                self._apply_rates(member, 0.0, 0.0)
+            else:
+                self._update_rates()
 
     def saw_prefill(self, worker_id: WorkerId, tokens: int, seconds: float) -> None:
         """Record a prefill: `seconds` from sending to the first token, on a worker with no other prompt in its queue."""
@@ -225,11 +231,16 @@ class Fleet:
         steps = [m.rates.step_s for m in members if m.rates.step_s is not None]
         mean_rate = sum(rates) / len(rates) if rates else settings.prefill_tokens_per_s
         mean_step_s = sum(steps) / len(steps) if steps else settings.step_s
+        self._all_known = all(member.rates.are_known for member in members)
         for member in members:
-            weight, rate, step_s = member.spec.weight, member.rates.prefill_tokens_per_s, member.rates.step_s
-            member.weight = weight * member.share
-            member.tokens_per_s = (mean_rate * weight if rate is None else rate) * member.share
-            member.step_s = (mean_step_s / weight if step_s is None else step_s) / member.share
+            self._apply_rates(member, mean_rate, mean_step_s)
+
+    def _apply_rates(self, member: Member, mean_rate: float, mean_step_s: float) -> None:
+        """Set a worker's speed. The means are used for what is not known of it."""
+        weight, rate, step_s = member.spec.weight, member.rates.prefill_tokens_per_s, member.rates.step_s
+        member.weight = weight * member.share
+        member.tokens_per_s = (mean_rate * weight if rate is None else rate) * member.share
+        member.step_s = (mean_step_s / weight if step_s is None else step_s) / member.share
 
     def _build_pool(self, model: str, roles: frozenset[Role], now: float) -> CandidatePool:
         members = [m for m in self._members.values() if model in m.models and m.spec.role in roles]

@@ -41,6 +41,12 @@ class WorkerLoad:
     _prefilling: dict[Reservation, None] = field(default_factory=dict)  # in order of arrival
     _leaving: bool = False
 
+    @property
+    def draining_tokens(self) -> float:
+        """By how much the queued tokens fall before the oldest unfinished prompt has its first token."""
+        oldest = next(iter(self._prefilling), None)
+        return self.queued_tokens - (self.prefill_tokens - oldest.prefill_tokens if oldest is not None else 0)
+
 
 @dataclass(slots=True, eq=False)
 class Reservation:
@@ -83,9 +89,14 @@ class LoadBook:
     def __init__(self, recent_half_life_s: float = 120.0) -> None:
         self._decay_per_s = log(2) / recent_half_life_s
         self._loads: dict[WorkerId, WorkerLoad] = {}
-        self.arrived_tokens = self.arrived_requests = (
-            0  # prompt tokens and requests that were reserved, since the start
-        )
+        # Prompt tokens and requests that were reserved, since the start.
+        self.arrived_tokens = self.arrived_requests = 0
+        self._changed: set[WorkerId] = set()  # at most one entry for each worker
+
+    def take_changed(self) -> set[WorkerId]:
+        """Return the workers whose reservations have changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def reserve(
         self,
@@ -99,6 +110,7 @@ class LoadBook:
     ) -> Reservation:
         """Reserve a request's work. `returning`: it came to this worker for cached blocks that others do not have."""
         load = self.load(worker_id, now)
+        self._changed.add(worker_id)
         reservation = self._new_reservation(worker_id, prefill_tokens, context_tokens, output_tokens, load)
         reservation.queued_tokens = load.queued_tokens
         load._prefilling[reservation] = None
@@ -186,6 +198,7 @@ class LoadBook:
         load = reservation._load
         if now - load._as_of > _SAME_TIME_S:
             self._advance(load, now)
+        self._changed.add(reservation.worker_id)
         del load._prefilling[reservation]
         load.decoding += 1
         load.prefill_tokens -= reservation.prefill_tokens
@@ -193,6 +206,7 @@ class LoadBook:
 
     def _release_rest(self, reservation: Reservation) -> None:
         load = reservation._load
+        self._changed.add(reservation.worker_id)
         load.context_tokens -= reservation.context_tokens
         load.output_tokens -= reservation.output_tokens
         load.requests -= 1
@@ -203,3 +217,4 @@ class LoadBook:
     def _drop_if_idle(self, worker_id: WorkerId, load: WorkerLoad) -> None:
         if not load.requests and self._loads.get(worker_id) is load:
             del self._loads[worker_id]
+            self._changed.discard(worker_id)

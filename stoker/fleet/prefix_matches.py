@@ -6,8 +6,9 @@ workers, as a bit mask, that hold exactly so many leading blocks. A worker's ent
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from stoker.base.ids import WorkerId
 
@@ -47,15 +48,29 @@ class PrefixMatches(Mapping[WorkerId, Match]):
         """The most leading blocks that any worker holds."""
         return self._disk[-1][1] if self._disk else 0
 
-    def longest(self, count: int) -> list[WorkerId]:
-        """Return up to `count` workers, those with the most blocks first."""
-        found: list[WorkerId] = []
+    @property
+    def num_longest(self) -> int:
+        """How many workers hold that many."""
+        return self._disk[-1][0].bit_count() if self._disk else 0
+
+    def longest(self, count: int, few: int) -> Iterator[tuple[list[WorkerId], Callable[[WorkerId], bool]]]:
+        """Yield groups of workers with equally many blocks, the most first, until they have `count` workers together.
+
+        A group is a list, and a function that tells whether a worker is in it. The list is empty if it would have more than
+        `few` entries.
+        """
         for mask, _ in reversed(self._disk):
-            while mask and len(found) < count:
-                bit = mask & -mask
-                found.append(self._ids[bit])
-                mask ^= bit
-        return found
+            size = mask.bit_count()
+            listed: list[WorkerId] = []
+            rest = mask if size <= few else 0
+            while rest:
+                bit = rest & -rest
+                listed.append(self._ids[bit])
+                rest ^= bit
+            yield listed, partial(_is_in, mask, self._bits)
+            count -= size
+            if count <= 0:
+                return
 
     def __getitem__(self, worker_id: WorkerId) -> Match:
         bit = self._bits.get(worker_id, 0)
@@ -95,8 +110,15 @@ class PrefixMatches(Mapping[WorkerId, Match]):
         return bool(self._disk)
 
 
+def _is_in(mask: int, bits: Mapping[WorkerId, int], worker_id: WorkerId) -> bool:
+    return bool(mask & bits.get(worker_id, 0))
+
+
 def _blocks(runs: Runs, bit: int) -> int:
     for mask, blocks in runs:
         if mask & bit:
             return blocks
     return 0
+
+
+NO_MATCHES = PrefixMatches({}, {}, (), (), ())

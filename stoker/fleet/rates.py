@@ -33,6 +33,10 @@ class Rates:
         self.prefill_tokens_per_s: float | None = None
         self.step_s: float | None = None
 
+    @property
+    def are_known(self) -> bool:
+        return self.prefill_tokens_per_s is not None and self.step_s is not None
+
     def measured(self, tokens: int, seconds: float) -> None:
         if tokens > 0 and seconds > 0:
             self._measured.add(tokens, seconds)

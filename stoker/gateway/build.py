@@ -36,7 +36,7 @@ from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.admission.key_watch import KeyWatch, NoKeyWatch
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
+from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret, read_secrets
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.duties import Duties
@@ -198,8 +198,8 @@ class GatewayServer:
 def build_gateway(config: GatewayConfig) -> GatewayServer:
     """Create all components of a gateway. Opens the store, but no sockets of its own."""
     clock, name = time.monotonic, gateway_name()
-    admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
-    metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
+    admin_token = AdminToken(read_secrets(config.admin_token_file, "admin_token_file"))
+    metrics_token = AdminToken(read_secrets(config.metrics_token_file, "metrics_token_file"), "metrics")
     secret = read_fleet_secret(config.secret_file, "--secret-file")
     fleet_key = None if secret is None else FleetKey(secret)
     signers = WorkerSigners(fleet_key)
@@ -262,7 +262,10 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         config.process_ports,
         [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
     )
-    aliases = ModelAliases({one.name: one.model for one in config.alias})
+    aliases = ModelAliases(
+        {one.name: one.model for one in config.alias if one.share == 1},
+        {one.name: (one.model, one.share) for one in config.alias if one.share < 1},
+    )
     model_of = partial(requested_model, fleet=fleet, aliases=aliases)
     objects = _objects(config, threads, keys, name, model_of, errors)
     cors = CorsRules(config.listen.cors_origin)
@@ -270,8 +273,16 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         read_fleet_gauges, fleet, load_book, clock, lambda: state.num_running, lambda: admission.num_waiting
     )
     goals = LatencyGoals(1e3 * config.autoscale.ttft_s, 1e3 * config.autoscale.itl_s)
-    insight = InsightBook(metrics, prices, goals, gauges, currency=config.meter.currency, has_prices=bool(config.price))
-    live = LiveStream(admin_token, insight)
+    insight = InsightBook(
+        metrics,
+        prices,
+        goals,
+        gauges,
+        currency=config.meter.currency,
+        has_prices=bool(config.price),
+        process=config.process,
+    )
+    live = LiveStream(admin_token, insight, errors)
     kv_pages = KvPages(fleet, insight.reuse, watchers.metrics_page, clock)
     gateway = Gateway(
         GatewayParts(

@@ -532,9 +532,19 @@ class AliasSettings:
         expected="a model name",
     )
     model: str = required("The served model.", pattern=".{1,512}", expected="a model name")
+    share: float = setting(
+        1.0,
+        "Share of the requests that go to this model. Below 1 it is a canary, beside another entry or a model of this name.",
+        gt=0,
+        le=1,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "alias")
+        if self.share < 1 and self.name.endswith("*"):
+            raise ConfigError(
+                f"alias {self.name!r}: a name that ends in * cannot have a share; give each name its own entry"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,7 +619,8 @@ class GatewayConfig:
         _unique("key.name", [one.name for one in self.key])
         _unique("tenant.name", [one.name for one in self.tenant])
         _unique("price.model", [one.model for one in self.price])
-        _unique("alias.name", [one.name for one in self.alias])
+        _unique("alias.name", [one.name for one in self.alias if one.share == 1])
+        _unique("alias.name (with a share)", [one.name for one in self.alias if one.share < 1])
         _ = self.store_location  # refuses a wrong URL
         for key in self.key:
             if self.store == "none" and (key.budget is not None or key.session_budget is not None):
@@ -647,16 +658,23 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Gatew
 
 
 def read_secret(path: Path | None, what: str) -> str | None:
-    """Read a token or a secret from its file, without surrounding white space. `what` is the setting that errors name."""
+    """Read the token or secret to send from its file: the first line. `what` is the setting that errors name."""
+    lines = read_secrets(path, what)
+    return lines[0] if lines else None
+
+
+def read_secrets(path: Path | None, what: str) -> tuple[str, ...]:
+    """Read the tokens to accept from their file, one in each line: while a token is replaced, there are two."""
     if path is None:
-        return None
+        return ()
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what}={path}: cannot be read: {error}") from error
-    if not text:
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not lines:
         raise ConfigError(f"{what}={path}: the file is empty; write a secret into it")
-    return text
+    return lines
 
 
 def _unique(where: str, names: Sequence[str]) -> None:

@@ -49,12 +49,17 @@ class Duties:
         self._check_role(member, role)
         if move:
             self._check_targets(member)
+        refusal = await self._tell(member, DutyRequest(role=role.value))
+        if refusal is not None and not member.spec.from_config:  # its next heartbeat would bring the old role back
+            raise Overloaded(
+                f"Worker {member.worker_id} did not take the role {role.value}: {refusal}. Try again, or restart it with --role.",
+                code="role_refused",
+            )
         before = member.spec.role
         self._fleet.set_role(member.worker_id, role, self._clock())
         log.event("role_changed", worker=member.worker_id, before=before.value, role=role.value, move=move)
         if move:
             self._moves.begin(member)
-        await self._tell(member, DutyRequest(role=role.value))
 
     def saw_role(self, worker_id: WorkerId, role: Role) -> None:
         """Follow a worker that another gateway gave a role."""
@@ -95,10 +100,11 @@ class Duties:
                     code="last_decode_worker",
                 )
 
-    async def _tell(self, member: Member, duty: DutyRequest) -> None:
-        """Tell a Stoker worker its duty. If it does not accept it, only this gateway follows."""
+    async def _tell(self, member: Member, duty: DutyRequest) -> str | None:
+        """Tell a Stoker worker its duty. Return why it does not accept it: then only this gateway follows."""
         if member.spec.dialect not in self._moves.dialects:
-            return
+            return None
         refusal = await self._moves.change_duty(member, duty)
         if refusal is not None:
             log.warning("duty_refused", worker=member.worker_id, reason=refusal, hint="other gateways do not follow")
+        return refusal

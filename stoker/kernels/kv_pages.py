@@ -47,21 +47,24 @@ def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.to(wide) * scale.to(wide)[..., None]).to(dtype)
 
 
-def kv_write(src: Tensor, pages: Tensor, index: Tensor) -> Tensor:
-    """Write each token's heads into their slots. Return the values as the pages hold them."""
+def kv_write(src: Tensor, pages: Tensor, index: Tensor, *, may_lack_slots: bool = False) -> Tensor:
+    """Write each token's heads into their slots. Return the values as the pages hold them. Slots below zero are on another
+    rank."""
     rows, head_dim = src.reshape(-1, src.shape[-1]), src.shape[-1]
+    held = (index >= 0).nonzero()[:, 0] if may_lack_slots else slice(None)
+    index = index[held]
     if not has_scales(pages):
         if pages.dtype == torch.float16:
             rows = rows.clamp(-65504, 65504)  # a value beyond float16's range would become infinite
         stored = rows.to(pages.dtype)
-        pages.view(-1, head_dim).index_put_((index,), stored)
+        pages.view(-1, head_dim).index_put_((index,), stored[held])
         return src if pages.dtype == src.dtype else stored.to(src.dtype).view(src.shape)
     tokens = page_tokens(pages, head_dim)
     codes, scale = quantise(rows, pages.dtype)
     place = index // tokens, index % tokens
     stored_codes, stored_scales = _parts(pages, head_dim)
-    stored_codes.index_put_(place, codes.view(torch.uint8))
-    stored_scales.index_put_(place, scale[:, None].view(torch.uint8))
+    stored_codes.index_put_(place, codes[held].view(torch.uint8))
+    stored_scales.index_put_(place, scale[held, None].view(torch.uint8))
     return dequantise(codes, scale, src.dtype).view(src.shape)
 
 

@@ -4,7 +4,7 @@
 q [tokens, heads, nope + rope]: the last `rope` values of each head are rotated in place
 kv [tokens, latent + rope]   ->  entries, like kv: the normed latent and the rotated key, as the cache holds them
 cos, sin [tokens, rope]; positions [tokens], -1 is padding: a query of zeros, no KV
-pages: the layer's (kv_pages.py), with one head of latent + rope values; slots [tokens]
+pages: the layer's (kv_pages.py), with one head of latent + rope values; slots [tokens], below zero: on another rank
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def latent_write_ref(
     latent, key = kv.split([kv.shape[1] - width, width], 1)
     q[..., -width:] = rope(q[..., -width:], cos, sin)
     entries = torch.cat([rms_norm(latent, norm.weight, norm.eps), rope(key[:, None], cos, sin)[:, 0]], 1)
-    return kv_write(entries[:, None], pages, slots)[:, 0]
+    return kv_write(entries[:, None], pages, slots, may_lack_slots=True)[:, 0]
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _latent_write(
             left, right = left.to(pages.dtype.element_ty), right.to(pages.dtype.element_ty)
         slot = tl.load(slots + token).to(tl.int64)
         place = pages + slot * (LATENT + ROPE)
-        if position >= 0:
+        if (position >= 0) & (slot >= 0):
             tl.store(place + value, found, mask=inside)
             tl.store(place + LATENT + column, left)
             tl.store(place + LATENT + ROPE // 2 + column, right)

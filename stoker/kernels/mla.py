@@ -10,7 +10,8 @@ first, which pays for a span of many tokens. On a GPU, the kernel here computes 
 verification and chunks of prompts; the first tokens of a prompt are expanded. With `exact`, everything is absorbed,
 because the two forms round differently.
 
-The kernel takes some heads of one token as the rows of a tile, and the pieces of paged.py.
+The kernel takes some heads of one token as the rows of a tile, and the pieces of paged.py. If ranks split the context, it
+computes the part of a rank (mla_split.py).
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from stoker.kernels.attention import SpanGroup
 from stoker.kernels.attention_rows import RowGroup, row_attention
+from stoker.kernels.block_split import ALL_TOKENS, BlockSplit
 from stoker.kernels.dispatch import is_power_of_2, next_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
 from stoker.kernels.head_matmul import head_matmul
 from stoker.kernels.kv_pages import has_scales, kv_read, page_tokens
 from stoker.kernels.paged import PagedSpans, max_parts, new_parts, tile_tokens
 from stoker.kernels.paged_parts import join_tiles, merge
 from stoker.kernels.pieces import FIELDS
+from stoker.kernels.split_parts import join_split
 
-_LOG2_E = log2(e)
+LOG2_E = log2(e)
 _EXPANDED_VALUES = 1 << 24  # of k and v that are held at a time
 _TILE_HEADS = 64
 _MIN_DOT = 16
@@ -192,11 +195,11 @@ def mla_attention_ref(
 
 @triton.jit
 def _attend_latent(
-    q, turned_q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, scale, table_width,
-    pages_per_block, turned_head,
+    q, turned_q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, sums, scale, table_width,
+    pages_per_block, turned_head, context,
     TILES: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, MERGES: tl.constexpr, FIELDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CONTEXTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile, number, place_in_piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     piece = pieces + number * FIELDS
@@ -217,7 +220,7 @@ def _attend_latent(
     place = q + head[:, None] * LATENT + column[None, :]
     blocks = table + tl.load(token_rows + token).to(tl.int64) * table_width
     # The keys of a token do not depend on the other tokens of its piece.
-    end = tl.minimum(end, (position + BLOCK) // BLOCK)
+    end = tl.minimum(end, (position + BLOCK * CONTEXTS) // (BLOCK * CONTEXTS))
     wait_for_inputs(OVERLAP)
     query = tl.load(place, mask=is_row, other=0.0)
     turned = tl.load(turned_q + head[:, None] * turned_head + turned_column[None, :], mask=is_row, other=0.0)
@@ -230,6 +233,8 @@ def _attend_latent(
         inside = (step % PER_BLOCK) * KEYS + tl.arange(0, KEYS)
         entry = pages + block * pages_per_block * (BLOCK * (LATENT + ROPE)) + inside[:, None] * (LATENT + ROPE)
         at = step * KEYS + tl.arange(0, KEYS)
+        if CONTEXTS > 1:  # BLOCK tokens of each block are on this rank
+            at = (step // PER_BLOCK * CONTEXTS + context) * BLOCK + inside
         is_there = at <= position
         latents = tl.load(entry + column[None, :], mask=is_there[:, None], other=0.0).to(query.dtype)
         keys = tl.load(entry + LATENT + turned_column[None, :], mask=is_there[:, None], other=0.0).to(query.dtype)
@@ -248,6 +253,8 @@ def _attend_latent(
     found = found / total[:, None]
     if num_parts == 1:
         tl.store(place, found.to(q.dtype.element_ty), mask=is_row)
+        if CONTEXTS > 1:
+            tl.store(sums + head, largest + tl.log2(total), mask=is_mine)
     else:
         mine = ((number * TILES + tile) * TOKENS + place_in_piece) * ROWS + row
         tl.store(parts + mine[:, None] * LATENT + column[None, :], found, mask=is_row)
@@ -261,8 +268,19 @@ def _attend_latent(
                 tl.store(place, found.to(q.dtype.element_ty), mask=is_row)
 
 
-def latent_attention_triton(q: Tensor, turned_q: Tensor, pages: Tensor, spans: PagedSpans, scale: float) -> Tensor:
-    """q [tokens, heads, latent], turned_q [tokens, heads, rope], a view. The result overwrites q."""
+def latent_attention_triton(
+    q: Tensor,
+    turned_q: Tensor,
+    pages: Tensor,
+    spans: PagedSpans,
+    scale: float,
+    split: BlockSplit = ALL_TOKENS,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """q [tokens, heads, latent], turned_q [tokens, heads, rope], a view. The result overwrites q.
+
+    With a `split`, the keys are those of this rank, and `sums` [tokens, heads] gets the logarithm to base 2 of each row's sum
+    of weights. Rows whose keys were split into parts are merged by mla_split.py."""
     assert q.is_contiguous()
     num_heads, latent = q.shape[1:]
     rope, shared, overlap, exact = turned_q.shape[2], _tile_heads(num_heads), overlaps(q), spans.form.exact
@@ -273,23 +291,32 @@ def latent_attention_triton(q: Tensor, turned_q: Tensor, pages: Tensor, spans: P
         page_tokens(pages, latent + rope),
     )
     where = (q, turned_q, pages, spans.table, spans.token_rows, spans.positions)
-    common = (spans.finished, scale * _LOG2_E, spans.table.stride(0), spans.pages_per_block, turned_q.stride(1))
+    common = (
+        *(spans.finished, q if sums is None else sums, scale * LOG2_E, spans.table.stride(0), spans.pages_per_block),
+        *(turned_q.stride(1), split.index),
+    )
     options = {
         "TILES": num_tiles, "SHARED": shared, "ROWS": rows, "LATENT": latent, "ROPE": rope, "BLOCK": block_tokens,
-        "KEYS": min(_KEYS, block_tokens), "FIELDS": FIELDS, "OVERLAP": overlap, "num_warps": 8, "num_stages": 2,
-        "launch_pdl": overlap,
+        "KEYS": min(_KEYS, block_tokens), "FIELDS": FIELDS, "CONTEXTS": split.of, "OVERLAP": overlap, "num_warps": 8,
+        "num_stages": 2, "launch_pdl": overlap,
     }  # fmt: skip
     if len(spans.singles):
         programs = len(spans.singles) * num_tiles if exact else _PROGRAMS
         parts = new_parts(q, len(spans.singles), programs, num_tiles, rows)
         grid = (num_tiles, len(spans.singles), 1)
-        _attend_latent[grid](*where, spans.singles, *parts, *common, TOKENS=1, MERGES=True, **options)
+        _attend_latent[grid](*where, spans.singles, *parts, *common, TOKENS=1, MERGES=sums is None, **options)
+        if sums is not None:
+            join_split(q, sums, spans.positions, spans.singles, parts, shared, rows, 1, programs)
     if len(spans.tiles):
         tokens = tile_tokens(_TILE_HEADS, q.dtype)
         parts = new_parts(q, len(spans.tiles), _PROGRAMS, num_tiles, tokens * rows)
         grid = (num_tiles, len(spans.tiles), tokens)
         _attend_latent[grid](*where, spans.tiles, *parts, *common, TOKENS=tokens, MERGES=False, **options)
-        if not exact:  # then keys of tiles are not split
+        if exact:  # then keys of tiles are not split
+            return q
+        if sums is not None:
+            join_split(q, sums, spans.positions, spans.tiles, parts, shared, rows, tokens, _PROGRAMS)
+        else:
             joined = min(tokens * rows, _JOINED_ROWS)
             grid = (max_parts(len(spans.tiles), _PROGRAMS, num_tiles), num_tiles, tokens * rows // joined)
             join_tiles[grid](

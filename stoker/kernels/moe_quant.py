@@ -3,8 +3,9 @@
 
 The QuantWeight of a layer's experts has the rows of all experts stacked; gate_up has each expert's gate, then its up.
 Where the checkpoint was made for it, both sides are multiplied in 8 bits, also in steps of few tokens: converting each
-code to the dtype of x takes longer than reading it from memory. A program takes some of an expert's pairs and some rows
-of its weight as the tall side, gate and up of an output together. moe.py has the reference.
+code to the dtype of x takes longer than reading it from memory. 4-bit codes are decoded inside the matmul. A program takes
+some of an expert's pairs and some rows of its weight as the tall side, gate and up of an output together. moe.py has the
+reference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_many import find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.moe_tile_model import Format, PairTile, Side, pair_tile
-from stoker.kernels.quant import QuantWeight, half_of_pair
+from stoker.kernels.quant import QuantWeight, code_value, half_of_pair
 from stoker.kernels.quant_many import quantise_triton
 from stoker.kernels.quant_skinny import EXPAND, EXPAND_REGISTERS, expand
 
@@ -79,7 +80,7 @@ def _fp8_sums(
 @triton.jit
 def _int4_sums(
     x, codes, scale, made, given_row,
-    INS: tl.constexpr, ALL_OUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, FLOATS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     word = tl.arange(0, 32)
@@ -106,7 +107,7 @@ def _int4_sums(
             if PAIRS:
                 value = values[j]
             else:
-                value = (((taken >> (4 * j)) & 15) - 8).to(tl.float32) * half_of_pair(pairs[j // 2], j % 2)
+                value = code_value((taken >> (4 * j)) & 15, FLOATS) * half_of_pair(pairs[j // 2], j % 2)
                 value = value.to(x.dtype.element_ty)
             sums = tl.dot(value, given, sums, input_precision="ieee")
     return sums
@@ -115,13 +116,15 @@ def _int4_sums(
 @triton.jit
 def _sums(
     x, x_scale, x_stride, codes, scale, made, given_row,
-    INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    COL_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, FLOATS: tl.constexpr, BOTH: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Return [BLOCK, ROWS]: the weight rows `made` multiplied by the rows `given_row` of x."""
     if INT4:
-        return _int4_sums(x, codes, scale, made, given_row, INS, ALL_OUTS, ROWS, BLOCK, PAIRS, EXPAND, EXPAND_REGISTERS)
+        return _int4_sums(
+            x, codes, scale, made, given_row, INS, ALL_OUTS, FLOATS, ROWS, BLOCK, PAIRS, EXPAND, EXPAND_REGISTERS,
+        )  # fmt: skip
     else:
         return _fp8_sums(
             x, x_scale, x_stride, codes, scale, made, given_row,
@@ -133,7 +136,7 @@ def _sums(
 def _gate_up(
     x, x_scale, x_stride, codes, scale, bias, counts, pairs, inner, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    INT4: tl.constexpr, FLOATS: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, GATE_BIAS: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
@@ -153,7 +156,7 @@ def _gate_up(
     made = expert * OUTS + (both // BLOCK_OUT) * WIDTH + tl.minimum(first_out + both % BLOCK_OUT, WIDTH - 1)
     sums = _sums(
         x, x_scale, x_stride, codes, scale, made, pair // TOP_K,
-        INS, EXPERTS * OUTS, INT4, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, 2 * BLOCK_OUT, BLOCK_IN,
+        INS, EXPERTS * OUTS, INT4, FLOATS, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, 2 * BLOCK_OUT, BLOCK_IN,
         PAIRS, EXPAND, EXPAND_REGISTERS,
     )  # fmt: skip
     if OVERLAP:
@@ -172,7 +175,7 @@ def _gate_up(
 def _down(
     x, x_scale, x_stride, codes, scale, bias, counts, pairs, made_of, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    INT4: tl.constexpr, FLOATS: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, DOWN_BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -188,7 +191,7 @@ def _down(
     out = part * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     sums = _sums(
         x, x_scale, x_stride, codes, scale, expert * OUTS + tl.minimum(out, OUTS - 1), pair,
-        INS, EXPERTS * OUTS, INT4, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, BLOCK_OUT, BLOCK_IN,
+        INS, EXPERTS * OUTS, INT4, FLOATS, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, BLOCK_OUT, BLOCK_IN,
         PAIRS, EXPAND, EXPAND_REGISTERS,
     )  # fmt: skip
     if OVERLAP:
@@ -217,9 +220,10 @@ def _launch(
         given, given_scale, given_scale.stride(1), weight.codes, weight.scale, out if bias is None else bias,
         lists.counts, lists.pairs, out, lists.pairs.shape[1],
         OUTS=num_outs, INS=num_ins, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
-        BLOCK_EXPERTS=next_power_of_2(num_experts), INT4=weight.is_int4, BOTH=both, ROW_BLOCK=weight.row_block,
-        COL_BLOCK=weight.col_block, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
-        PANEL=tile.panel, PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
+        BLOCK_EXPERTS=next_power_of_2(num_experts), INT4=weight.is_int4, FLOATS=weight.floats, BOTH=both,
+        ROW_BLOCK=weight.row_block, COL_BLOCK=weight.col_block, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+        COUNTS=COUNT_STRIDE, PANEL=tile.panel, PAIRS=overlap and x.dtype == torch.bfloat16 and not weight.floats,
+        EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
         OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap, **constants,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from stoker.kernels.moe_choice import ExpertRouter, row_scale
 from stoker.kernels.moe_few import Chosen, choose, put_choice, share_of, weighted
 from stoker.kernels.moe_gate import SILU, Gate, gate_biases, gated
 from stoker.kernels.moe_tile_model import ExpertTile, few_tile
-from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
+from stoker.kernels.quant import SPAN, QuantWeight, code_value, half_of_pair
 
 _FP8_GROUP = 128  # inputs that share a scale: this many, or all
 
@@ -43,7 +43,7 @@ def _add_fp8(
 @triton.jit
 def _add_int4(
     sums, x, norm, share, codes, scale, made, start,
-    INS: tl.constexpr, ALL_OUTS: tl.constexpr, NORM: tl.constexpr, BLOCK_IN: tl.constexpr,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, FLOATS: tl.constexpr, NORM: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     SPANS: tl.constexpr = (INS + 255) // 256
     span = start // 256 + tl.arange(0, BLOCK_IN // 256)
@@ -60,9 +60,13 @@ def _add_int4(
         if NORM:
             given = given * tl.load(norm + column, mask=is_in, other=0.0).to(tl.float32)
         pair = tl.load(pairs_from + (j // 2) * ALL_OUTS, mask=is_span[None, :], other=0)
-        # A code in the low bits of 2**23 makes 2**23 + code, and codes are stored plus 8. This is faster than a
-        # conversion.
-        value = (((taken >> (4 * j)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+        code = (taken >> (4 * j)) & 15
+        if FLOATS:
+            value = code_value(code, FLOATS)
+        else:
+            # A code in the low bits of 2**23 makes 2**23 + code, and codes are stored plus 8. This is faster than a
+            # conversion.
+            value = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         sums += value * given[None, :, :] * half_of_pair(pair, j % 2)[:, :, None]
     return sums
 
@@ -70,13 +74,13 @@ def _add_int4(
 @triton.jit
 def _add(
     sums, x, norm, share, codes, scale, made, start,
-    INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, NORM: tl.constexpr,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, FLOATS: tl.constexpr, NORM: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """Add to `sums` the weight rows `made` multiplied by BLOCK_IN values of a row of x. The result is scaled by `share`
     and optionally by the norm's weight."""
     if INT4:
-        return _add_int4(sums, x, norm, share, codes, scale, made, start, INS, ALL_OUTS, NORM, BLOCK_IN)
+        return _add_int4(sums, x, norm, share, codes, scale, made, start, INS, ALL_OUTS, FLOATS, NORM, BLOCK_IN)
     else:
         return _add_fp8(sums, x, norm, share, codes, scale, made, start, INS, NORM, ROW_BLOCK, COL_BLOCK, BLOCK_IN)
 
@@ -88,7 +92,7 @@ def _gate_up(
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr,
     ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, INT4: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
+    FLOATS: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATE_BIAS: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +115,7 @@ def _gate_up(
     for start in tl.range(0, HIDDEN, BLOCK_IN, num_stages=STAGES):
         sums = _add(
             sums, mine, norm, 1.0, codes, scale, made, start,
-            HIDDEN, EXPERTS * 2 * WIDTH, INT4, True, ROW_BLOCK, COL_BLOCK, BLOCK_IN,
+            HIDDEN, EXPERTS * 2 * WIDTH, INT4, FLOATS, True, ROW_BLOCK, COL_BLOCK, BLOCK_IN,
         )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -135,7 +139,7 @@ def _gate_up(
 def _down(
     x, inner, codes, scale, bias, chosen, weights, scaling,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, INT4: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
+    FLOATS: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, DOWN_BIAS: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +161,7 @@ def _down(
         for start in tl.static_range(0, WIDTH, BLOCK_IN):
             sums = _add(
                 sums, inner + pair * WIDTH, inner, share, codes, scale, made, start,
-                WIDTH, EXPERTS * HIDDEN, INT4, False, ROW_BLOCK, COL_BLOCK, BLOCK_IN,
+                WIDTH, EXPERTS * HIDDEN, INT4, FLOATS, False, ROW_BLOCK, COL_BLOCK, BLOCK_IN,
             )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -172,7 +176,7 @@ def _of_weight(weight: QuantWeight, tile: ExpertTile) -> dict[str, int]:
     assert weight.is_int4 or weight.col_block % _FP8_GROUP == 0 or weight.col_block == num_ins
     block = min(tile.ins, max(group, next_power_of_2(num_ins)))
     return {
-        "INT4": weight.is_int4, "ROW_BLOCK": weight.row_block, "COL_BLOCK": weight.col_block,
+        "INT4": weight.is_int4, "FLOATS": weight.floats, "ROW_BLOCK": weight.row_block, "COL_BLOCK": weight.col_block,
         "BLOCK_IN": block, "GROUP": block // group, "TOGETHER": 32 if weight.is_int4 else group,
         "BLOCK_OUT": tile.outs, "STAGES": tile.num_stages, "num_warps": tile.num_warps,
     }  # fmt: skip

@@ -4,7 +4,8 @@
 The weight is a code's value times the scale of its block; a scale covers `row_block` outputs and `col_block` inputs.
 
 8 bits: codes [out, in] float8_e4m3fn, scale [row blocks, column blocks] float32.
-4 bits: codes [out, words] int32, scale [in / 64, out], two bfloat16 in a word.
+4 bits: codes [out, words] int32, scale [in / 64, out], two bfloat16 in a word. The codes are integers plus 8, or floating-point
+numbers with a sign, two bits of exponent and one of mantissa (MXFP4).
 
 4-bit codes are laid out for the kernels: the 256 inputs of 32 words stand together, and code j of word w is input 32 j
 + w of them, so that the same four bits of all words are 32 consecutive inputs, which share a scale. The layout of the
@@ -35,6 +36,7 @@ class QuantWeight:
     row_block: int
     col_block: int
     quantises_inputs: bool = False  # the other operand may be quantised to 8 bits too
+    floats: bool = False  # 4-bit codes are floating-point numbers
 
     @property
     def is_int4(self) -> bool:
@@ -60,16 +62,16 @@ def fp8_weight(
     return QuantWeight(codes, scale.float().contiguous(), shape, row_block, col_block, quantises_inputs)
 
 
-def int4_weight(words: Tensor, scale: Tensor) -> QuantWeight:
-    """Make a 4-bit weight. `words` [out, in / 8] are as checkpoints have them: code j of word w is input 8 w + j,
-    stored plus 8. They are consumed. `scale` is [out, groups]."""
+def int4_weight(words: Tensor, scale: Tensor, *, floats: bool = False) -> QuantWeight:
+    """Make a 4-bit weight. `words` [out, in / 8] are as checkpoints have them: code j of word w is input 8 w + j. They are
+    consumed. `scale` is [out, groups]. `floats`: see QuantWeight."""
     num_ins = words.shape[1] * WORD_CODES
     group = num_ins // scale.shape[1]
     assert group % GROUP == 0
     missing = -num_ins % SPAN // GROUP
     scale = torch.nn.functional.pad(scale.to(torch.bfloat16).repeat_interleave(group // GROUP, 1), (0, missing))
     pairs = scale.view(len(words), -1, 2).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
-    return QuantWeight(interleave(words), pairs, (len(words), num_ins), 1, GROUP)
+    return QuantWeight(interleave(words), pairs, (len(words), num_ins), 1, GROUP, floats=floats)
 
 
 def unpack_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,13 +106,32 @@ def dequantise_ref(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
     if weight.is_int4:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.codes.device)
         codes = (weight.codes.view(num_outs, -1, 1, GROUP) >> shifts[:, None]) & 15
-        values = (codes.flatten(1)[:, :num_ins] - 8).float()
+        codes = codes.flatten(1)[:, :num_ins]
+        values = float_values(codes.device)[codes] if weight.floats else (codes - 8).float()
         scale = weight.scale[..., None].view(torch.bfloat16).transpose(0, 1).flatten(1)
     else:
         values, scale = weight.codes.float(), weight.scale
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rows = scale.to(wide).repeat_interleave(weight.row_block, 0)[:num_outs]
     return (values.to(wide) * rows.repeat_interleave(weight.col_block, 1)[:, :num_ins]).to(dtype)
+
+
+def float_values(device: torch.device) -> Tensor:
+    """Return the values of the 16 codes that are floating-point numbers."""
+    positive = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    return torch.tensor([*positive, *(-value for value in positive)], device=device)
+
+
+@triton.jit
+def code_value(code, FLOATS: tl.constexpr):
+    """Return the values of 4-bit codes as float32."""
+    if FLOATS:
+        size = code & 7
+        twice = tl.where(size < 4, size, tl.where(size < 6, 2 * size - 4, 4 * size - 16))
+        value = tl.where(code > 7, -twice, twice).to(tl.float32) * 0.5
+    else:
+        value = (code - 8).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -122,8 +143,8 @@ def half_of_pair(pair, HIGH: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "count"])
 def _dequantise(
     codes, scale, out, num_outs, first, count,
-    INS: tl.constexpr, WORDS: tl.constexpr, INT4: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, OVERLAP: tl.constexpr,
+    INS: tl.constexpr, WORDS: tl.constexpr, INT4: tl.constexpr, FLOATS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COL_BLOCK: tl.constexpr, BLOCK_OUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
@@ -137,7 +158,7 @@ def _dequantise(
         for j in tl.static_range(8):
             column = start + 32 * j + word
             pair = tl.load(scale + (tl.program_id(1) * 4 + j // 2) * num_outs + made, mask=is_made, other=0)
-            value = (((taken >> (4 * j)) & 15) - 8).to(tl.float32) * half_of_pair(pair, j % 2)
+            value = code_value((taken >> (4 * j)) & 15, FLOATS) * half_of_pair(pair, j % 2)
             tl.store(out_row + column, value.to(out.dtype.element_ty), mask=is_made & (column < INS))
     else:
         column = start + tl.arange(0, 256)[None, :]
@@ -156,8 +177,9 @@ def dequantise_triton(weight: QuantWeight, dtype: torch.dtype, first: int = 0, c
     overlap, rows = overlaps(out), 16
     _dequantise[(cdiv(count, rows), cdiv(num_ins, SPAN))](
         weight.codes, weight.scale, out, num_outs, first, count,
-        INS=num_ins, WORDS=weight.codes.shape[1], INT4=weight.is_int4, ROW_BLOCK=weight.row_block,
-        COL_BLOCK=weight.col_block, BLOCK_OUT=rows, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+        INS=num_ins, WORDS=weight.codes.shape[1], INT4=weight.is_int4, FLOATS=weight.floats,
+        ROW_BLOCK=weight.row_block, COL_BLOCK=weight.col_block, BLOCK_OUT=rows, OVERLAP=overlap, num_warps=4,
+        launch_pdl=overlap,
     )  # fmt: skip
     return out
 

@@ -199,6 +199,7 @@ def quant_rows_linear(
     grid = (cdiv(num_outs, tile.outs), tile.splits)
     given = (x, weight.codes, weight.scale, out, *workspace(tile, rows, out), len(x), num_outs)
     if weight.is_int4:
+        assert not weight.floats, "only the kernels of experts read MXFP4"
         _int4_rows[grid](
             *given, INS=num_ins, ROWS=rows, BLOCK_OUT=tile.outs, SPLITS=tile.splits, ADD=add_to is not None,
             PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,

@@ -13,6 +13,7 @@ from stoker.kernels.attention import paged_attention
 from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.dispatch import is_power_of_2
+from stoker.kernels.mla_split import SplitSpans
 from stoker.kernels.rope_write import HeadNorms, rope_write
 from stoker.kernels.rope_write import Temperature as Temperature
 from stoker.kv.blocks.layout import KvGroup
@@ -72,6 +73,10 @@ class AttentionConfig:
         if self.has_norm_weights and self.qk_norm is QkNorm.ALL and shard.tp > 1:
             raise ConfigError(
                 f"tp={shard.tp}: the norm of q and k covers all heads, which ranks cannot split; use --pp"
+            )
+        if shard.cp > 1:
+            raise ConfigError(
+                f"cp={shard.cp}: only latent attention (MLA) can be split by context; ranks split these KV heads, so leave out --cp"
             )
         heads, kv_heads = shard.heads(self.num_heads, self.num_kv_heads)
         sizes = (self.num_heads // heads.of, self.num_kv_heads // kv_heads.of)
@@ -160,7 +165,7 @@ class Attention(nn.Module):
         self, total: Tensor, qkv: Tensor, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Return total + attention, from the projected q, k and v. The memory of both is reused."""
-        assert not isinstance(where.spans, GridSpans), "Int8Layer computes these"
+        assert not isinstance(where.spans, GridSpans | SplitSpans), "Int8Layer and LatentAttention compute these"
         if self._qk_norm_eps is not None and self._qk_norm is QkNorm.ALL:
             for norm, part in ((self.q_norm, slice(self._q_size)), (self.k_norm, slice(self._q_size, -self._kv_size))):
                 qkv[:, part] = norm(qkv[:, part])

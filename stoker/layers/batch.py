@@ -9,6 +9,7 @@ from torch import Tensor
 from stoker.kernels.attention import SpanGroup
 from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.attention_rows import RowGroup
+from stoker.kernels.mla_split import SplitSpans
 from stoker.kernels.paged import PagedSpans
 from stoker.kv.device.device_kv import GroupKv
 
@@ -19,8 +20,9 @@ class GroupInputs:
 
     # [tokens * kv_heads], where each token's K is in the group's layer 0; V and the other layers are at fixed offsets
     slots: Tensor
-    # which tokens attend to which: for the reference, for 8-bit weights on a CPU, or for the GPU kernels
-    spans: list[SpanGroup | RowGroup] | GridSpans | PagedSpans
+    # which tokens attend to which: for the reference, for 8-bit weights on a CPU, for the GPU kernels, or for the reference if
+    # ranks split the context
+    spans: list[SpanGroup | RowGroup] | GridSpans | PagedSpans | SplitSpans
     kv: GroupKv
 
 

@@ -19,6 +19,7 @@ from stoker.layers.embedding import Embedding
 from stoker.layers.features import Tap
 from stoker.layers.int8_layer import Int8Layer, Int8Matmul
 from stoker.layers.linear import Linear, TiedLinear
+from stoker.layers.mla import LatentAttention
 from stoker.layers.mlp import GatedMlp
 from stoker.layers.norm import RMSNorm
 from stoker.layers.packing import pack_layers
@@ -186,6 +187,8 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.mesh = mesh
+            if isinstance(layer.attention, LatentAttention):
+                layer.attention.join(mesh)
 
     def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = (), entering: Tensor | None = None) -> Tensor:
         """Return the hidden states [tokens, hidden] that leave the last layer. Each tap gets those of its layer; taps are

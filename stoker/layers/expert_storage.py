@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.quant import fp8_weight
+from stoker.kernels.quant import float_values, int4_weight
 from stoker.layers.quant import Int8Packing, Ready, StoredTensor, has_kernels
 
 _BLOCK = 32  # inputs that share a scale in MXFP4
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; those from 8 on are negative
 _BIAS = 127  # of a scale, which is a power of two
-_ROOM = 6  # binary digits between the largest value of MXFP4 and that of float8
 
 
 def _split_gate_up(rows: Tensor) -> Tensor:
@@ -62,9 +60,7 @@ class FusedExperts:
 class Mxfp4Experts:
     """The matrices of all experts in MXFP4. `alternates`: gate and up do.
 
-    There are no MXFP4 kernels. With bfloat16 on Hopper the weights become float8 with one scale per output, which the
-    kernels of experts read: the values stay the same while the scales of one output differ by at most 2**14, and smaller
-    ones are rounded. Elsewhere they are dequantised.
+    With bfloat16 on Hopper, the kernels of 4-bit experts read the codes. Elsewhere the weights are dequantised.
     """
 
     num_experts: int
@@ -72,7 +68,7 @@ class Mxfp4Experts:
     unused: tuple[str, ...] = ()
 
     def kind(self, num_ins: int) -> str:
-        return "fp8"
+        return "int4"
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         shape = (self.num_experts, num_outs // self.num_experts, num_ins // _BLOCK)
@@ -87,25 +83,26 @@ class Mxfp4Experts:
         int8: Int8Packing | None,
     ) -> Ready:
         blocks, scales = tensors["blocks"], tensors["scales"]
-        num_outs, as_float8 = sum(parts), has_kernels(blocks, dtype)
-        weight = blocks.new_empty(num_outs, num_ins, dtype=torch.float8_e4m3fn if as_float8 else dtype)
-        factors = blocks.new_empty(num_outs, 1, dtype=torch.float32)
+        if self.alternates and not blocks.is_meta:
+            for expert, scale in zip(blocks, scales, strict=True):  # in place: only one expert is in memory twice
+                expert.copy_(_split_gate_up(expert.flatten(1)).view(expert.shape))
+                scale.copy_(_split_gate_up(scale))
+        num_outs = sum(parts)
+        words, exponents = blocks.view(num_outs, -1).view(torch.int32), scales.view(num_outs, -1).int() - _BIAS
+        if has_kernels(blocks, dtype):
+            return int4_weight(
+                words, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), floats=True
+            )
+        weight = blocks.new_empty(num_outs, num_ins, dtype=dtype)
         if not blocks.is_meta:
             each = num_outs // self.num_experts
-            for expert, first in enumerate(range(0, num_outs, each)):
-                exponents = scales[expert].int() - _BIAS
-                largest = exponents.amax(1, keepdim=True) - _ROOM
-                rows = _unpack(blocks[expert], exponents - largest if as_float8 else exponents)
-                factor = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest)
-                if self.alternates:
-                    rows, factor = _split_gate_up(rows), _split_gate_up(factor)
-                weight[first : first + each] = rows
-                factors[first : first + each] = factor
-        return fp8_weight(weight, factors, 1, num_ins) if as_float8 else weight
+            for first in range(0, num_outs, each):
+                rows = slice(first, first + each)
+                weight[rows] = _unpack(blocks.view(num_outs, -1, _BLOCK // 2)[rows], exponents[rows])
+        return weight
 
 
 def _unpack(blocks: Tensor, exponents: Tensor) -> Tensor:
     """[outs, groups, 16] of uint8, [outs, groups]  ->  [outs, groups * 32] of float32"""
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=blocks.device)
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).int()
-    return torch.ldexp(values[codes], exponents[..., None]).flatten(1)
+    return torch.ldexp(float_values(blocks.device)[codes], exponents[..., None]).flatten(1)

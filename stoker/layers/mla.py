@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
+from stoker.kernels.head_matmul import head_matmul
 from stoker.kernels.latent_write import latent_write
-from stoker.kernels.mla import LatentShape, expanded_heads, mla_attention
+from stoker.kernels.mla import LatentShape, expanded, expanded_heads, mla_attention
+from stoker.kernels.mla_split import SplitSpans, split_attention
+from stoker.kernels.paged import PagedSpans
 from stoker.kernels.quant import QuantWeight, dequantise
 from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import GroupInputs
@@ -18,7 +22,12 @@ from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import Stored, StoredAs, StoredWeight
 from stoker.layers.rope import half_order
+from stoker.parallel.context_group import WHOLE_CONTEXT, ContextGroup
+from stoker.parallel.mesh import Mesh
 from stoker.parallel.shard import Shard
+
+# Values of the queries of all ranks that are exchanged at a time, if ranks split the context.
+_EXCHANGED_VALUES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,12 @@ class MlaConfig:
         return into + self.num_heads * ((self.nope + self.value) * self.latent + self.value * hidden_size)
 
 
+def exchanged_bytes(width: int, num_ranks: int, itemsize: int, num_tokens: int) -> int:
+    """Return the memory of a step that `num_ranks` ranks need to exchange queries of `width` values and their results: the
+    results, and those that are sent and received."""
+    return 0 if num_ranks == 1 else 3 * max(_EXCHANGED_VALUES, num_tokens * width * num_ranks) * itemsize
+
+
 class ExpandingWeight(StoredWeight):
     """The weight that expands a latent to k and v of all heads. Both forms of attention use this one copy, in the
     model's dtype: absorbed into the query it is no matmul over its rows."""
@@ -99,6 +114,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: MlaConfig, hidden_size: int, in_features: int, stored: StoredAs, name: str) -> None:
         super().__init__()
         self.config, self.shape = config, config.shape
+        self._context: ContextGroup = WHOLE_CONTEXT
         self._q_width = config.q_rank or config.q_size
         self._exact = False
         parts = (self._q_width, self.shape.width)
@@ -112,6 +128,10 @@ class LatentAttention(nn.Module):
         self.kv_up = ExpandingWeight(self.shape, stored(f"{name}.kv_up"))
         has_bias, values = config.bias and not config.partial, config.num_heads * config.value
         self.out = Linear(values, hidden_size, has_bias, stored(f"{name}.out"), partial=config.partial)
+
+    def join(self, mesh: Mesh) -> None:
+        """Give the attention the ranks that hold the other parts of its KV."""
+        self._context = mesh.context
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Bring the rotated values of q and k into the order in which the kernels rotate them. The layers inside are
@@ -165,5 +185,42 @@ class LatentAttention(nn.Module):
         heads = q.view(len(into), self.shape.num_heads, -1)
         pages = where.kv.pages(layer)
         entries = latent_write(heads, kv, self.latent_norm.norm, cos, sin, positions, pages, where.slots)
-        given = (heads, entries, pages, where.spans, self.kv_up.expanding, self.shape, self.config.scale)
-        return self.out.add_to(total, mla_attention(*given, self._exact).view(len(total), -1))
+        if self._context.num_ranks > 1:
+            found = self._attend_split(heads, entries, pages, where)
+        else:
+            assert not isinstance(where.spans, SplitSpans)
+            given = (heads, entries, pages, where.spans, self.kv_up.expanding, self.shape, self.config.scale)
+            found = mla_attention(*given, self._exact)
+        return self.out.add_to(total, found.view(len(total), -1))
+
+    def _attend_split(self, q: Tensor, entries: Tensor, pages: Tensor, where: GroupInputs) -> Tensor:
+        """Attention over a context that ranks split. New prompts need no other rank's keys."""
+        spans, shape, scale, weight = where.spans, self.shape, self.config.scale, self.kv_up.expanding
+        assert isinstance(spans, SplitSpans | PagedSpans)
+        out = q.new_empty(*q.shape[:2], shape.value)
+        if isinstance(spans, SplitSpans):
+            whole, dtype = spans.whole, spans.dtype
+            if len(spans.rest):
+                out[spans.rest] = self._merged(q[spans.rest], pages, where)
+        else:
+            whole, dtype = tuple(slice(first, first + count) for first, count in spans.whole), q.dtype
+            if whole != (slice(0, len(q)),):
+                out = self._merged(q, pages, where)
+        for tokens in whole:
+            wide = (q[tokens].to(dtype), entries[tokens].to(dtype), weight.to(dtype))
+            out[tokens] = expanded(*wide, shape, scale, None, True).to(q.dtype)
+        return out
+
+    def _merged(self, q: Tensor, pages: Tensor, where: GroupInputs) -> Tensor:
+        """Attention of tokens whose keys are on several ranks. Some heads of each rank at a time, so that the memory for
+        exchanging them is bounded."""
+        spans, shape, context = where.spans, self.shape, self._context
+        assert isinstance(spans, SplitSpans | PagedSpans)
+        key_weight, value_weight = self.kv_up.expanding.split([shape.nope, shape.value], 1)
+        query = torch.cat([head_matmul(q[..., : shape.nope], key_weight, self._exact), q[..., shape.nope :]], -1)
+        found = query.new_empty(*query.shape[:2], shape.latent)
+        at_once = max(1, _EXCHANGED_VALUES // (len(q) * shape.width * context.num_ranks))
+        for heads in (slice(first, first + at_once) for first in range(0, shape.num_heads, at_once)):
+            options = (pages, spans, where.kv.split, shape, self.config.scale)
+            found[:, heads] = context.merge(*split_attention(context.gather_heads(query[:, heads]), *options))
+        return head_matmul(found, value_weight.transpose(1, 2), self._exact)

@@ -77,7 +77,7 @@ def read_json(path: Path) -> Any:
 def _decoded(text: bytes, where: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as wrong:
+    except (msgspec.DecodeError, RecursionError) as wrong:
         raise ConfigError(f"{where}: {wrong}") from wrong
 
 

@@ -45,6 +45,9 @@ class Collectives(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks. The memory of x may be reused."""
 
+    def swap(self, x: Tensor) -> list[Tensor]:
+        """Send part i of x [ranks, ...] to rank i. Return the parts that the ranks sent here, in their order."""
+
     def send(self, x: Tensor, rank: int) -> Transfer:
         """Start to send a tensor to a rank. Tensors between two ranks arrive in order."""
 

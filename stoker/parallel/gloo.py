@@ -80,6 +80,12 @@ class GlooCollectives:
     def sum(self, x: Tensor) -> Tensor:
         return sum_in_order(self.gather(x.contiguous()))
 
+    def swap(self, x: Tensor) -> list[Tensor]:
+        parts, sent = torch.empty_like(x), x.contiguous()
+        with exchanging():
+            self._finish_collective(self._group.alltoall_base(parts, sent, [], []))
+        return list(parts)
+
     def send(self, x: Tensor, rank: int) -> Transfer:
         with exchanging():
             return _Sending(x, self._group.send([x], rank, 0), self)
@@ -124,7 +130,7 @@ class GlooCollectives:
             self._group.abort()
 
 
-class _Wait:
+class _TransferWait:
     """A transfer that is waited for."""
 
     def __init__(self, work: Any) -> None:
@@ -137,14 +143,14 @@ class _WaitThread:
     """Waits for transfers, one after the other. The thread is started with the first one."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Wait | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_TransferWait | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, work: Any) -> _Wait:
+    def start(self, work: Any) -> _TransferWait:
         if self._thread is None:
             self._thread = threading.Thread(target=_wait_for_all, args=(self._queue,), name="gloo-wait", daemon=True)
             self._thread.start()
-        waiting = _Wait(work)
+        waiting = _TransferWait(work)
         self._queue.put(waiting)
         return waiting
 
@@ -152,7 +158,7 @@ class _WaitThread:
         self._queue.put(None)
 
 
-def _wait_for_all(waits: queue.SimpleQueue[_Wait | None]) -> None:
+def _wait_for_all(waits: queue.SimpleQueue[_TransferWait | None]) -> None:
     while (waiting := waits.get()) is not None:
         try:
             waiting.work.wait()

@@ -50,6 +50,9 @@ class IpcCollectives:
         room = _ROOM_VALUES * self._own.element_size() // x.element_size()
         return rank_sum_triton(x.contiguous(), self._buffers, self._flags, self._epochs, room, self.rank)
 
+    def swap(self, x: Tensor) -> list[Tensor]:
+        return self._others.swap(x)
+
     def send(self, x: Tensor, rank: int) -> Transfer:
         return self._others.send(x, rank)
 

@@ -34,8 +34,10 @@ class KvHint:
 
 @dataclass(frozen=True, slots=True)
 class KvUpdate:
-    """What rank 0 has decided about the KV of all ranks."""
+    """What rank 0 has decided about the KV of all ranks. `after` is the number of the last step that rank 0 has waited for: a
+    rank may still run it, and the blocks of the update are final only after it."""
 
+    after: int = 0
     offers: list[OfferedBlock] = field(default_factory=list)
     leases: list[LeaseChange] = field(default_factory=list)
     closing: list[str] = field(default_factory=list)  # ids of leases
@@ -43,7 +45,7 @@ class KvUpdate:
 
 
 def put_update(writer: FrameWriter, update: KvUpdate) -> None:
-    writer.put(len(update.offers))
+    writer.put(update.after, len(update.offers))
     for offer in update.offers:
         writer.put(offer.block, offer.kv_set)
         _put_name(writer, offer.name)
@@ -67,7 +69,7 @@ def put_update(writer: FrameWriter, update: KvUpdate) -> None:
 
 
 def take_update(reader: FrameReader) -> KvUpdate:
-    update = KvUpdate()
+    update = KvUpdate(reader.one())
     for _ in range(reader.one()):
         block, kv_set = reader.take(2)
         update.offers.append(OfferedBlock(_take_name(reader), BlockId(block), kv_set))

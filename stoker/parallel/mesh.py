@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.parallel.collectives import Collectives
+from stoker.parallel.context_group import WHOLE_CONTEXT, ContextGroup, SplitContext
 from stoker.parallel.shard import Shard
 
 
@@ -16,6 +17,9 @@ class Mesh(Protocol):
 
     is_first: bool
     """True on the rank that samples where the ranks cannot all do the same: with grammars, penalties or logprobs."""
+
+    context: ContextGroup
+    """The ranks that hold the parts of the same KV blocks."""
 
     def combine(self, partial: Tensor) -> Tensor:
         """Return the sum of the ranks' partial results, in the order of the ranks. The memory may be reused."""
@@ -31,6 +35,7 @@ class AloneMesh:
     """The mesh of a single rank."""
 
     is_first = True
+    context: ContextGroup = WHOLE_CONTEXT
 
     def combine(self, partial: Tensor) -> Tensor:
         return partial
@@ -48,8 +53,10 @@ ALONE = AloneMesh()
 class StageMesh:
     """The ranks of one stage."""
 
-    def __init__(self, collectives: Collectives, shard: Shard) -> None:
+    def __init__(self, collectives: Collectives, shard: Shard, context: Collectives | None = None) -> None:
+        """`context` has the ranks that split the context; None: each has all of it."""
         self._collectives = collectives
+        self.context: ContextGroup = WHOLE_CONTEXT if context is None else SplitContext(context)
         self._shard = shard
         self.is_first = collectives.rank == 0
 
@@ -69,6 +76,6 @@ class StageMesh:
         return self._collectives.gather(token_ids.contiguous())[0]
 
 
-def mesh_of(collectives: Collectives, shard: Shard) -> Mesh:
+def mesh_of(collectives: Collectives, shard: Shard, context: Collectives | None = None) -> Mesh:
     """Return the mesh of the ranks of a stage."""
-    return ALONE if shard.tp == 1 else StageMesh(collectives, shard)
+    return ALONE if shard.tp == 1 else StageMesh(collectives, shard, context)

@@ -50,6 +50,12 @@ class NcclCollectives:
             self._group.allreduce([x]).wait()
         return x
 
+    def swap(self, x: Tensor) -> list[Tensor]:
+        parts, sent = torch.empty_like(x), x.contiguous()
+        with exchanging():
+            self._group.alltoall_base(parts, sent, [], []).wait()
+        return list(parts)
+
     def send(self, x: Tensor, rank: int) -> Transfer:
         with exchanging():
             work: Transfer = self._group.send([x], rank, 0)

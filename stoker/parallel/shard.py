@@ -3,7 +3,7 @@
 Ranks form a grid of `pp` stages of `tp` ranks each; rank 0 is the first rank of the first stage. A stage has some of the
 layers. The ranks of a stage split each of its layers: attention by heads, an MLP by its inner width, experts by their number
 (`ep` groups) and, within a group, by their inner width. The first stage also has the embedding and the head, split by
-vocabulary.
+vocabulary. KV that is the same for all heads can be split by context: `cp` neighbouring ranks hold a part of each block.
 """
 
 from __future__ import annotations
@@ -42,10 +42,15 @@ class RankLayout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.ep) < 1:
-            raise ConfigError(f"tp={self.tp}, pp={self.pp}, ep={self.ep}: each must be at least 1")
+        if min(self.tp, self.pp, self.ep, self.cp) < 1:
+            raise ConfigError(f"tp={self.tp}, pp={self.pp}, ep={self.ep}, cp={self.cp}: each must be at least 1")
+        if self.tp % self.cp:
+            raise ConfigError(
+                f"cp={self.cp} does not divide tp={self.tp}: ranks of a stage split the context of their heads"
+            )
         if self.tp % self.ep:
             raise ConfigError(
                 f"ep={self.ep} does not divide tp={self.tp}: the groups of experts are formed within the ranks of a stage"
@@ -59,7 +64,7 @@ class RankLayout:
         return rank // self.tp
 
     def __str__(self) -> str:
-        return f"tp={self.tp} pp={self.pp} ep={self.ep}"
+        return f"tp={self.tp} pp={self.pp} ep={self.ep} cp={self.cp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +76,23 @@ class Shard:
     ep: int = 1
     layers: range | None = None  # those of its stage; None: all
     has_ends: bool = True  # the embedding, the last norm and the head
+    cp: int = 1
 
     @property
     def piece(self) -> Piece:
         """This rank's part of each layer."""
         return Piece(self.tp_rank, self.tp)
+
+    @property
+    def context(self) -> Piece:
+        """This rank's part of each KV block, if ranks split the context."""
+        return Piece(self.tp_rank % self.cp, self.cp)
+
+    @property
+    def context_ranks(self) -> range:
+        """The ranks of the stage, counted within it, that hold the parts of the same blocks."""
+        first = self.tp_rank - self.tp_rank % self.cp
+        return range(first, first + self.cp)
 
     @property
     def expert_piece(self) -> Piece:
@@ -125,7 +142,7 @@ def shards_of(layout: RankLayout, layer_bytes: Sequence[int], ends_bytes: int = 
     """Return the shard of each rank. `layer_bytes` are the weights of each layer, `ends_bytes` those of embedding and head."""
     stages = split_layers(layer_bytes, layout.pp, ends_bytes)
     return [
-        Shard(rank % layout.tp, layout.tp, layout.ep, None if layout.pp == 1 else stages[stage], stage == 0)
+        Shard(rank % layout.tp, layout.tp, layout.ep, None if layout.pp == 1 else stages[stage], stage == 0, layout.cp)
         for rank in range(layout.num_ranks)
         for stage in (layout.stage_of(rank),)
     ]

@@ -74,6 +74,9 @@ class ThreadCollectives:
     def sum(self, x: Tensor) -> Tensor:
         return sum_in_order(self.gather(x))
 
+    def swap(self, x: Tensor) -> list[Tensor]:
+        return [sent[self.rank] for sent in self.gather(x)]
+
     def send(self, x: Tensor, rank: int) -> Transfer:
         self._world.box(self._me, self._ranks[rank]).put(x.clone())
         return _Delivered()

@@ -27,9 +27,10 @@ class StageWork:
     expert_bytes: int  # weights of all experts of the rank
     num_experts: int  # of a layer, on all ranks; 0: none
     top_k: int
-    kv_token_bytes: int  # KV of one token of context
+    kv_token_bytes: float  # KV of one token of context
     flop_per_token: float  # without attention
     hidden_bytes: int  # of one token's hidden state
+    exchanged_bytes: int  # of one token's queries and results in one layer, if ranks split the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ def decode_step_s(stage: StageWork, gpu: GpuKind, tp: int, rows: int, context: i
     seconds = read_bytes / (gpu.bandwidth_gb_s * 1e9 * DECODE_SHARE) + stage.num_layers * _LAUNCH_S
     if tp > 1:
         seconds += 2 * stage.num_layers * _REDUCE_S + rows * _reduce_s(stage, gpu, tp)
+    if stage.exchanged_bytes:
+        exchange_s = rows * stage.exchanged_bytes / (gpu.link_gb_s * 1e9)
+        seconds += stage.num_layers * (2 * _REDUCE_S + exchange_s)
     return seconds
 
 

@@ -36,7 +36,7 @@ def estimate_worker(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context
         raise ConfigError(f"{name} does not fit on {gpus}: {plan.layouts[0].why}; use more GPUs or a smaller --context")
     layout = plan.layouts[plan.picked]
     tp, kind = layout.tp, gpus.kind
-    stages = stages_of(hf, name, gpus, RankLayout(layout.tp, layout.pp, layout.ep), context)
+    stages = stages_of(hf, name, gpus, RankLayout(layout.tp, layout.pp, layout.ep, layout.cp), context)
     token_s = max(prefill_token_s(stage, kind, tp) for stage in stages) * len(stages)
 
     def step_s(tokens: int, context_tokens: int) -> float:
@@ -51,6 +51,6 @@ def estimate_worker(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context
         context_s=(full_s - empty_s) / 100_000,
         attention_s=sum(attention_pair_s(stage, kind, tp) for stage in stages),
         kv_tokens=layout.kv_tokens,
-        kv_token_bytes=sum(stage.kv_token_bytes for stage in stages) * tp,
+        kv_token_bytes=round(sum(stage.kv_token_bytes for stage in stages) * tp),
         layout=layout,
     )

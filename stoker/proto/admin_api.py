@@ -165,6 +165,7 @@ class NowAnswer(msgspec.Struct, frozen=True, kw_only=True):
     has_prices: bool = False
     ttft_goal_ms: float = 0.0
     itl_goal_ms: float = 0.0
+    process: int = 0  # the number of the gateway's process that saw all this
 
 
 decode_series = msgspec.json.Decoder(SeriesAnswer).decode

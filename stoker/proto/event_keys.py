@@ -33,6 +33,7 @@ class FleetEvents:
     def __init__(self, key: FleetKey) -> None:
         self._server_secret, self._server_public = _pair(key.derive(EVENTS_SERVER))
         self._client_secret, self._client_public = _pair(key.derive(EVENTS_CLIENT))
+        self._admitted = frozenset(_pair(one.derive(EVENTS_CLIENT))[1] for one in key.accepted)
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
         socket.set(zmq.CURVE_SERVER, 1)
@@ -46,7 +47,7 @@ class FleetEvents:
         socket.set(zmq.CURVE_PUBLICKEY, self._client_public)
 
     def admits(self, public_key: bytes) -> bool:
-        return z85.encode(public_key) == self._client_public
+        return z85.encode(public_key) in self._admitted
 
 
 EventSecurity = OpenEvents | FleetEvents

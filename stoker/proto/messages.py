@@ -72,6 +72,15 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     crossover_tokens: int | None  # number of tokens from which loading is faster than computing; None: never
 
 
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The device's blocks of one KV set that keeps only what its layers still see."""
+
+    name: str  # its reach, such as "window128"
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+
+
 class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     """The drafts of one source. Counters start with the engine."""
 
@@ -109,6 +118,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loaded_tokens: int = 0  # from tiers
     pulled_tokens: int = 0  # from other workers
     failed_loads: int = 0  # loads that returned fewer tokens than requested
+    local_pools: list[PoolReport] = []
     tiers: list[TierReport] = []
     drafts: list[DraftReport] = []
     draft_step_s: float = 0.0  # time of decode-only steps with drafts, and the estimate without drafts for their tokens
@@ -259,6 +269,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_address: str | None = None  # where other workers pull the KV that it keeps for them
     stores: dict[str, str] = {}  # store name by medium of KV events; workers with the same name share its blocks
     volatile_lines: list[str] = []  # how lines begin that it leaves out of system prompts
+    secret_id: str | None = None  # the public name of the secret with which it encrypts its events
 
 
 class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):

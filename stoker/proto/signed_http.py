@@ -99,8 +99,10 @@ class RequestVerifier:
     """Checks the signatures of requests to one server, and remembers which counters were used."""
 
     def __init__(self, key: FleetKey, max_clients: int = _MAX_CLIENTS) -> None:
-        self._mac = hashlib.blake2b(key=key.derive(REQUESTS), digest_size=16)
-        self._proof_key = key.derive(PROOFS)
+        # While the fleet's secret is replaced, clients sign with either one. The proof is made with the same.
+        self._keys = [
+            (hashlib.blake2b(key=one.derive(REQUESTS), digest_size=16), one.derive(PROOFS)) for one in key.accepted
+        ]
         self._max_clients = max_clients
         self._windows: dict[bytes, _CounterWindow] = {}
         self.challenge = secrets.token_hex(16)
@@ -111,13 +113,19 @@ class RequestVerifier:
         if parts is None or sent is None:
             return None
         challenge, client, counter, body_digest, signature = parts.groups()
-        mac = self._mac.copy()
-        mac.update(b"%b %b %b" % (method, path, sent[: -len(signature) - 1]))
-        if not hmac.compare_digest(mac.hexdigest().encode(), signature):
+        proof_key = self._key_of(b"%b %b %b" % (method, path, sent[: -len(signature) - 1]), signature)
+        if proof_key is None or challenge != self.challenge.encode() or not self._take(client, int(counter)):
             return None
-        if challenge != self.challenge.encode() or not self._take(client, int(counter)):
-            return None
-        return SignedHead(body_digest, _proof(self._proof_key, sent))
+        return SignedHead(body_digest, _proof(proof_key, sent))
+
+    def _key_of(self, signed: bytes, signature: bytes) -> bytes | None:
+        """Return the key for the proof, of the secret with which this was signed, or None if it was none of ours."""
+        for unsigned, proof_key in self._keys:
+            mac = unsigned.copy()
+            mac.update(signed)
+            if hmac.compare_digest(mac.hexdigest().encode(), signature):
+                return proof_key
+        return None
 
     def _take(self, client: bytes, counter: int) -> bool:
         window = self._windows.get(client)

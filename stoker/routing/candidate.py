@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
@@ -30,9 +31,21 @@ class Candidate:
     prefill_s: float = 0.0  # cost of the prefill worker's part, or of prefilling on a decode worker
 
 
+class PoolTotals(NamedTuple):
+    """Sums over all workers that could get the request."""
+
+    workers: int = 0
+    weight: float = 0.0
+    recent_requests: float = 0.0
+    recent_returns: float = 0.0
+    recent_tokens: float = 0.0
+    mean_queue_s: float = 0.0  # average queues
+
+
 @dataclass(slots=True)
 class PrefixInfo:
-    """What the prefix index says about the request as a whole. It is the same for all candidates."""
+    """What is known about the request as a whole. It is the same for all candidates."""
 
     branches: int = 0  # how many different continuations follow the last block of this prompt that any worker has
     evicting: float = 1.0  # fraction of recently stored blocks that evicted another one, 0 to 1
+    totals: PoolTotals | None = None  # of all workers, if only a part of them are candidates

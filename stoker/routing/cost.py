@@ -77,6 +77,9 @@ def build_scene(
             most_cached = cached
         if compute_s < least_compute_s:
             least_compute_s = compute_s
+    count = len(candidates)
+    if prefix.totals is not None:
+        count, weight, requests, returns, tokens, mean_queue_s = prefix.totals
     returning = returns / requests if requests else 0.0
     private = min(1.0, 3 * returning)  # whether it matters which worker has a block; not with a store that all share
     branches = prefix.branches
@@ -88,7 +91,7 @@ def build_scene(
         else:
             recent_turns = returns / max(requests - returns, 1e-9)
             later_turns = min(max(recent_turns, later_turns), settings.most_later_turns)
-    idle = mean_queue_s < settings.idle_queue_s * len(candidates)
+    idle = mean_queue_s < settings.idle_queue_s * count
     return Scene(
         settings,
         most_cached,

@@ -1,7 +1,7 @@
 """Router: takes a RouteQuery and returns a Route. Choosing and reserving is one step, so that a burst spreads out.
 
 The candidates are the usable workers of the model, in the request's home cluster. The policy gives each one a cost, and
-the lowest cost wins.
+the lowest cost wins. In a large pool of unified workers, only those on a shortlist are candidates (shortlist.py).
 
 In a fleet with prefill and decode workers, the cheapest prefill worker is found first. Each decode worker is then a
 candidate in two ways: with a hand-off from that prefill worker, and without one. Without a hand-off it prefills itself,
@@ -20,13 +20,14 @@ from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook, WorkerLoad
 from stoker.fleet.lost_blocks import BlockLosses
 from stoker.fleet.prefix_index import PrefixIndex
-from stoker.fleet.prefix_matches import PrefixMatches
+from stoker.fleet.prefix_matches import NO_MATCHES, PrefixMatches
 from stoker.fleet.spec import Role
 from stoker.routing.candidate import Candidate, PrefixInfo
 from stoker.routing.cluster import ClusterLevel
 from stoker.routing.policy import POLICIES, LegChoice, Policy
 from stoker.routing.query import Leg, ModelNotFound, NoWorker, Reason, Route, RouteQuery
 from stoker.routing.settings import RouterSettings
+from stoker.routing.shortlist import MIN_WORKERS, Shortlist, ShortlistPolicy
 
 _MAX_CANDIDATES = 4096
 
@@ -79,6 +80,9 @@ class Router:
         self._load_book = load_book
         self._indexes = indexes
         self._policy = policy or POLICIES.get(self._settings.policy)(self._settings)
+        self._shortlist: Shortlist | None = None  # None: the policy must see all workers
+        if isinstance(self._policy, ShortlistPolicy):
+            self._shortlist = Shortlist(self._policy, load_book, self._typical)
         self._clusters = ClusterLevel(load_book, self._settings.cluster_spill_s)
         self._candidates: dict[WorkerId, Candidate] = {}
         self._decisions: deque[_Decision] = deque(maxlen=self._settings.num_explained)
@@ -97,6 +101,9 @@ class Router:
         lookup = self._look_up(query, now)
         prefills: dict[str, LegChoice] = {}
         if pool.plain:
+            if members is pool.members and self._shortlist is not None and len(members) > MIN_WORKERS:
+                members = self._shortlist.members(pool, query, lookup.matches, lookup.prefix, now)
+                lookup.prefix.totals = self._shortlist.totals(now)
             output_tokens = self._output_tokens(query)
             candidates = [self._candidate(lookup, member, output_tokens) for member in members]
         else:
@@ -207,6 +214,14 @@ class Router:
         way.compute_tokens = query.num_tokens - cached
         way.output_tokens = output_tokens
         way.prefill_s = 0.0
+        return way
+
+    def _typical(self, query: RouteQuery, member: Member, cached_tokens: int, now: float) -> Candidate:
+        """Return a candidate as if it had this many of the prompt's tokens on its device."""
+        lookup = _Lookup(query, NO_MATCHES, self._indexes[query.model], PrefixInfo(), now)
+        way = self._candidate(lookup, member, self._output_tokens(query))
+        way.cached_tokens = cached_tokens
+        way.compute_tokens = query.num_tokens - cached_tokens
         return way
 
     def _new_candidate(self, member: Member) -> Candidate:

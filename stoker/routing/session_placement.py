@@ -35,18 +35,23 @@ def prefer(reasons: list[Reason], preference: Preference) -> None:
 
 
 def find_home(
-    query: RouteQuery, candidates: Sequence[Candidate], scene: Scene, reasons: Sequence[Reason], alive: Sequence[int]
+    query: RouteQuery,
+    candidates: Sequence[Candidate],
+    scene: Scene,
+    reasons: Sequence[Reason],
+    alive: Sequence[int],
+    total_alive: int,
+    most_alive: int,
 ) -> Preference | None:
     """Choose the worker of a new session, among those that have room and are about as good as the best worker.
 
     A worker has room while it has no more living sessions than its share. Among several workers a rendezvous hash of the
     session decides, so that gateways agree without communicating. In an idle fleet, a worker with fewer sessions may be
     `even_s` worse for each session that the fullest worker has more, and computing a shared prefix there costs nothing
-    extra, because other sessions will use it too.
+    extra, because other sessions will use it too. `total_alive` and `most_alive` are of all workers, candidates or not.
     """
     idle = scene.idle
-    share = (sum(alive) + 1) / scene.weight
-    most_alive = max(alive)
+    share = (total_alive + 1) / scene.weight
     even_s = scene.settings.even_s if idle else 0.0
     costs_s = [reason.cost_s - reason.recent_s - (reason.move_s if idle else 0.0) for reason in reasons]
     best_s = min(costs_s)
@@ -68,18 +73,20 @@ def even_out(
     requests_per_session: float,
     spare_tokens: float,
     num_tokens: int,
+    total_expected: float | None = None,
 ) -> Preference | None:
     """Move a session from the worker that will have the most requests to the one that will have the fewest.
 
     A worker's expected requests are its recent ones plus `requests_per_session` for each living session. The session
     moves only if it loses few cached tokens: the loss is paid from the budget `spare_tokens`, of which a small excess may
-    use only a small part. Call this only for an idle fleet.
+    use only a small part. Call this only for an idle fleet. `total_expected` are the expected requests of all workers, if
+    there are more than the candidates.
     """
     settings = scene.settings
     expected = [
         one.load.recent_requests + requests_per_session * count for one, count in zip(candidates, alive, strict=True)
     ]
-    share = sum(expected) / scene.weight
+    share = (sum(expected) if total_expected is None else total_expected) / scene.weight
     excess = [count / (share * one.member.weight) - 1 for one, count in zip(candidates, expected, strict=True)]
     least = excess.index(min(excess))
     lost = candidates[home].cached_tokens - candidates[least].cached_tokens

@@ -25,6 +25,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._last_seen: dict[WorkerId, dict[str, float]] = {}  # by worker and session, longest silent first
+        self._places: dict[str, tuple[WorkerId, ...]] = {}  # the workers that got each session's last request
+        self._total = 0
         self._pause_s: float | None = None
         self._deviation_s = 0.0
         self._num_requests = 0
@@ -47,6 +49,22 @@ class Sessions:
         ended_at = now - self.timeout_s
         return [_num_alive(self._last_seen.get(worker), ended_at) for worker in workers]
 
+    @property
+    def total(self) -> int:
+        """The number of remembered sessions of all workers. Some of them may have ended."""
+        return self._total
+
+    @property
+    def most(self) -> int:
+        """The number of remembered sessions of the worker that has the most."""
+        return max(map(len, self._last_seen.values()), default=0)
+
+    def homes(self, session: str, now: float) -> tuple[WorkerId, ...]:
+        """Return the workers that got the session's last request. Empty if the session is new or has ended."""
+        ended_at = now - self.timeout_s
+        places = self._places.get(session, ())
+        return tuple(worker for worker in places if self._last_seen.get(worker, {}).get(session, ended_at) > ended_at)
+
     def home(self, session: str, workers: Iterable[WorkerId], now: float) -> WorkerId | None:
         """Return which of these workers got the session's last request, or None if the session is new or has ended."""
         ended_at = now - self.timeout_s
@@ -63,13 +81,18 @@ class Sessions:
         for worker in workers:
             sessions = self._last_seen.get(worker)
             if sessions:
+                before = len(sessions)
                 last = sessions.pop(session, last)
-                _drop_ended(sessions, ended_at)
+                for ended in _drop_ended(sessions, ended_at):
+                    self._places.pop(ended, None)
+                self._total += len(sessions) - before
         for worker in chosen:
             if worker not in self._last_seen:
                 self._forget_workers_without_sessions(ended_at)
                 self._last_seen[worker] = {}
+            self._total += session not in self._last_seen[worker]
             self._last_seen[worker][session] = now
+        self._places[session] = tuple(chosen)
         self._num_requests += 1
         if self._num_requests > _MAX_COUNTED:
             self._num_requests, self._num_sessions = self._num_requests // 2, max(1, self._num_sessions // 2)
@@ -83,6 +106,9 @@ class Sessions:
         for worker, sessions in list(self._last_seen.items()):
             if next(reversed(sessions.values()), ended_at) <= ended_at:
                 del self._last_seen[worker]
+                self._total -= len(sessions)
+                for session in sessions:
+                    self._places.pop(session, None)
 
     def _add_pause(self, pause_s: float) -> None:
         if self._pause_s is None:
@@ -103,7 +129,8 @@ def _num_alive(sessions: dict[str, float] | None, ended_at: float) -> int:
     return len(sessions) - num_ended
 
 
-def _drop_ended(sessions: dict[str, float], ended_at: float) -> None:
+def _drop_ended(sessions: dict[str, float], ended_at: float) -> list[str]:
+    """Remove the sessions that have ended, and the oldest ones beyond the limit. Return them."""
     ended: list[str] = []
     for session, last_s in sessions.items():
         if last_s > ended_at and len(sessions) - len(ended) <= _MAX_PER_WORKER:
@@ -111,3 +138,4 @@ def _drop_ended(sessions: dict[str, float], ended_at: float) -> None:
         ended.append(session)
     for session in ended:
         del sessions[session]
+    return ended

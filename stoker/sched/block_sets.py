@@ -20,10 +20,12 @@ from stoker.sched.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The leading `num_blocks` blocks of a sequence can be reused: `held` are those that it needs, in each set."""
+    """The leading `num_blocks` blocks of a sequence can be reused: `held` are those that it needs, in each set. The leading
+    `num_shared` blocks are those of another sequence, at least as many."""
 
     num_blocks: int
     held: tuple[HeldBlocks, ...]
+    num_shared: int
 
 
 class BlockSets:
@@ -59,6 +61,7 @@ class BlockSets:
         first = self.first_pool
         found = [] if first.reach.is_bounded else first.match(keys)
         count = self._visible(keys, len(keys) if first.reach.is_bounded else len(found))
+        num_shared = max(count, len(found))
         held = []
         for pool in self.pools:
             if not pool.reach.is_bounded:
@@ -66,7 +69,7 @@ class BlockSets:
                 continue
             start = pool.reach.first_block(count * self._block_tokens, self._block_tokens)
             held.append(HeldBlocks([NO_BLOCK] * start + pool.match(keys[start:count]), start))
-        return PrefixMatch(count, tuple(held))
+        return PrefixMatch(count, tuple(held), num_shared)
 
     def _visible(self, keys: list[BlockKey], count: int) -> int:
         """Return the longest prefix of at most `count` blocks that can be reused in all bounded sets."""
@@ -116,7 +119,7 @@ class BlockSets:
         """Give a sequence its matched blocks and new ones. The new blocks are appended to `fresh`, per set."""
         for pool, held in zip(self.pools, match.held, strict=True):
             pool.hold_matched(held.held)
-        seq.held = match.held
+        seq.held, seq.num_shared = match.held, match.num_shared
         for pool, held, numbers, new in zip(self.pools, seq.held, wanted, fresh, strict=True):
             taken = pool.take(len(numbers))
             held.ids += [NO_BLOCK] * (numbers.start - len(held.ids)) + taken
@@ -147,18 +150,29 @@ class BlockSets:
         """Release the blocks that no further token of a running sequence sees.
 
         The device may be `num_drafting` tokens behind. Blocks are kept until they have their names, so that later
-        requests find them. A later request may continue where the prompt ends, for example because it leaves out the
-        answer's reasoning. The blocks that it needs then count as used, and not as passed.
+        requests find them. Those that a later request may need count as used, and the others as passed.
         """
         position, size = seq.num_computed - seq.num_drafting, self._block_tokens
-        prompt_end = (len(seq.request.token_ids) - 1) // size
         for pool, held in zip(self.pools, seq.held, strict=True):
-            if pool.reach.is_bounded:
-                first, end = held.first, min(pool.reach.first_block(position, size), seq.num_named)
-                last = pool.reach.first_block(prompt_end * size, size)  # from here to the prompt's end
-                pool.release(held.between(max(first, last), min(end, prompt_end)))
-                pool.release_passed(held.between(first, min(end, last)) + held.between(max(first, prompt_end), end))
-                held.first = max(first, end)
+            if not pool.reach.is_bounded:
+                continue
+            first, end = held.first, min(pool.reach.first_block(position, size), seq.num_named)
+            if end > first:
+                needed = self.needed_later(seq, pool)
+                behind = held.numbered(first, end)
+                pool.release([block for number, block in behind if number in needed])
+                pool.release_passed([block for number, block in behind if number not in needed])
+                held.first = end
+
+    def needed_later(self, seq: Sequence, pool: BlockPool) -> set[int]:
+        """Return the numbers of a sequence's blocks that a later request may need in a bounded set.
+
+        A later request may continue where the prompt ends, for example because it leaves out the answer's reasoning. Or it
+        has the text that this sequence shares with an earlier one, and goes on differently, as agents with the same tools do.
+        """
+        size = self._block_tokens
+        ends = ((len(seq.request.token_ids) - 1) // size, seq.num_shared)
+        return {number for end in ends for number in range(pool.reach.first_block(end * size, size), end)}
 
     def releases_soon(self, seq: Sequence) -> bool:
         """Return True if `release_behind` will release more blocks after the launched steps, which name them."""

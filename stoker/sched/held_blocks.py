@@ -23,6 +23,11 @@ class HeldBlocks:
         """Return the held blocks with numbers from `first` to before `end`."""
         return [block for block in self.ids[max(first, self.first) : end] if block != NO_BLOCK]
 
+    def numbered(self, first: int, end: int) -> list[tuple[int, BlockId]]:
+        """Return the held blocks with numbers from `first` to before `end`, each with its number."""
+        start = max(first, self.first)
+        return [(number, block) for number, block in enumerate(self.ids[start:end], start) if block != NO_BLOCK]
+
     @property
     def held(self) -> list[BlockId]:
         return self.between(0, len(self.ids))

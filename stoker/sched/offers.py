@@ -20,6 +20,8 @@ class Offers:
     def __init__(self, max_offers: int, sets: BlockSets) -> None:
         self._left = [min(max_offers, pool.num_blocks // 4) for pool in sets.pools]  # further offers of each KV set
         self._pools = sets.pools
+        self.is_open = max_offers > 0
+        """False if there is no store."""
         self._new: list[OfferedBlock] = []
 
     def add(self, seq: Sequence, i: int, block: BlockId, kv_set: int) -> None:

@@ -9,7 +9,11 @@ from stoker.sched.sequence import Sequence
 
 
 class PrefixCache:
-    """Reuse of KV between sequences, over the block pools. Each full block is offered to the store when it gets its key."""
+    """Reuse of KV between sequences, over the block pools.
+
+    Each full block is offered to the store when it gets its key. In a set with a bounded reach, a prefix needs only the blocks
+    before its end. So only those before the likely ends are offered: the prompt's, that of a shared text, and the answer's.
+    """
 
     def __init__(self, sets: BlockSets, offers: Offers) -> None:
         self._sets = sets
@@ -66,15 +70,35 @@ class PrefixCache:
 
     def name_blocks(self, seq: Sequence, num_computed: int) -> None:
         """Register the sequence's blocks that are full after `num_computed` tokens under their keys."""
+        first, end = seq.num_named, num_computed // seq.block_tokens
+        if end <= first:
+            return
         seq.extend_keys()
-        for i in range(seq.num_named, num_computed // seq.block_tokens):
-            name = (seq.keys[i], seq.parent_of(i), seq.tokens_of(i), None if i else seq.request.cache_salt)
-            self._remove(seq, seq.keys[i])
-            seq.num_named = i + 1
-            for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
-                if (block := held.find(i)) is not None:
-                    pool.name(block, *name)
-                    self._offers.add(seq, i, block, kv_set)
+        names = [
+            (seq.keys[i], seq.parent_of(i), seq.tokens_of(i), None if i else seq.request.cache_salt)
+            for i in range(first, end)
+        ]
+        for name in names:
+            self._remove(seq, name[0])
+        seq.num_named = end
+        for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
+            blocks = held.numbered(first, end)
+            for i, block in blocks:
+                pool.name(block, *names[i - first])
+            if self._offers.is_open:
+                needed = self._sets.needed_later(seq, pool) if pool.reach.is_bounded else range(first, end)
+                for i, block in blocks:
+                    if i in needed:
+                        self._offers.add(seq, i, block, kv_set)
+
+    def offer_last(self, seq: Sequence) -> None:
+        """Offer the blocks that a request needs which continues after the sequence's end, in sets with a bounded reach."""
+        for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
+            if pool.reach.is_bounded:
+                first = pool.reach.first_block(seq.num_named * seq.block_tokens, seq.block_tokens)
+                for i in set(range(first, seq.num_named)) - self._sets.needed_later(seq, pool):
+                    if (block := held.find(i)) is not None:
+                        self._offers.add(seq, i, block, kv_set)
 
     def _remove(self, seq: Sequence, key: BlockKey) -> None:
         if self._computing.get(key) is seq:

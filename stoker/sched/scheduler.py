@@ -41,7 +41,21 @@ _MAX_COUNTED = 256  # waiting sequences whose tokens are counted in each mixed s
 
 _MIXED_DRAFT_PART = 4  # drafts take at most one in this many of the tokens that a mixed step has left for prompts
 
+# A pipeline's step has one of this many parts of the prompt tokens that its stages could compute, and at least the minimum. So
+# neighbouring steps take similar times, and no stage waits for a long step between short ones.
+_STAGE_PARTS = 16
+_STAGE_PARTS_ALONE = (
+    4  # without sequences that decode, steps need not be as similar, and larger ones cost less per token
+)
+_MIN_STAGE_TOKENS = 64
+
 _MEASURED_PER_STEP = 8  # waiting sequences whose uncached tokens are counted again in each step, in rotation
+
+
+def plans_in_flight(stages: int) -> int:
+    """Return how many plans a pipeline of this many stages has in flight. With many stages there are more plans than stages,
+    because steps do not all take the same time."""
+    return stages + stages // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +333,9 @@ class Scheduler:
     def _stage_share(self, decodes: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Return the part of the decoding sequences that one plan of a pipeline has, so that the plans in flight together have
         them all."""
-        stages = self._config.stages
-        if stages == 1:
+        if self._config.stages == 1:
             return decodes
-        return decodes[: -(-len(self._running) // stages)]
+        return decodes[: -(-len(self._running) // plans_in_flight(self._config.stages))]
 
     def _add_drafts(self, builder: PlanBuilder, mixed: bool) -> None:
         """Add drafts to the scheduled sequences, all of which decode.
@@ -353,14 +366,28 @@ class Scheduler:
         return num_drafts
 
     def _budget(self, num_decodes: int, prefills: list[tuple[Sequence, int]]) -> int:
-        """Return the step's token limit. A step with decoding sequences is limited, because all of them wait for it."""
-        if not num_decodes or not (prefills or self._waiting):
-            return self._config.step_tokens
+        """Return the step's token limit. A step with decoding sequences is limited, because all of them wait for it. The
+        stages of a pipeline get steps of similar size: a long one between short ones would leave stages idle."""
+        step_tokens, stages = self._config.step_tokens, self._config.stages
+        if not (prefills or self._waiting) or (not num_decodes and stages == 1):
+            return step_tokens
+        limit = (
+            self.step_size.limit(num_decodes, self._queued_tokens(prefills, _MAX_COUNTED))
+            if num_decodes
+            else step_tokens
+        )
+        if stages == 1:
+            return limit
+        startable = self._queued_tokens(prefills, min(_MAX_COUNTED, len(self._free_rows)))
+        parts = stages * (_STAGE_PARTS if num_decodes else _STAGE_PARTS_ALONE)
+        return min(limit, num_decodes + max(_MIN_STAGE_TOKENS, -(-startable // parts)))
+
+    def _queued_tokens(self, prefills: list[tuple[Sequence, int]], max_waiting: int) -> int:
+        """Return how many prompt tokens are left to compute, of at most `max_waiting` sequences that wait."""
         # What the cache holds of the waiting prompts is not known yet. They are assumed to be like the earlier ones.
         uncached = 1 - self.counters.cached_tokens / max(1, self.counters.prompt_tokens)
-        waiting_tokens = sum(len(seq.token_ids) for seq in islice(self._waiting, _MAX_COUNTED))
-        queued_tokens = sum(num_to_compute for _seq, num_to_compute in prefills) + int(uncached * waiting_tokens)
-        return self.step_size.limit(num_decodes, queued_tokens)
+        waiting_tokens = sum(len(seq.token_ids) for seq in islice(self._waiting, max_waiting))
+        return sum(num_to_compute for _seq, num_to_compute in prefills) + int(uncached * waiting_tokens)
 
     def commit(self, result: StepResult) -> TokenChunks:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
@@ -651,6 +678,7 @@ class Scheduler:
         if seq.state is SequenceState.WAITING:
             del self._waiting[seq]
         else:
+            self._prefixes.offer_last(seq)
             self._release_row(seq)
         seq.state = SequenceState.DONE
         del self._by_id[seq.request.request_id]

@@ -37,6 +37,7 @@ class Sequence:
     held: tuple[HeldBlocks, ...] = ()  # its blocks in each KV set; empty while it has none
     room: int = 0  # tokens for which it has blocks in all KV sets
     num_matched: int = 0  # leading blocks that the pool held when it was last asked; an estimate while waiting
+    num_shared: int = 0  # leading blocks that another sequence had computed when this one started
     num_named: int = 0  # leading blocks that the pool has registered under their keys
     num_computed: int = 0  # tokens that are computed, or that a launched step computes, if all its drafts are accepted
     num_pending: int = 0  # launched spans that sample. Each adds one token, and one more per accepted draft

@@ -21,6 +21,14 @@ import msgspec
 from stoker.base.errors import ConfigError
 
 FORMAT = 1
+# Larger numbers are mistakes, and the simulator's memory grows with them.
+_MOST = {
+    "shape.kv_blocks": 1 << 25,
+    "shape.block_tokens": 1 << 16,
+    "shape.step_tokens": 1 << 20,
+    "shape.max_rows": 1 << 16,
+    "shape.max_model_tokens": 1 << 27,
+}
 
 
 class CalibrationError(ConfigError):
@@ -192,8 +200,9 @@ def check_calibration(found: Calibration, where: str) -> None:
         "speculation.drafts": found.speculation.drafts,
     }
     for name, value in positive.items():
-        if not 0 < value < 1e15:
-            raise CalibrationError(f"{where}: {name}={value}: must be above 0")
+        most = _MOST.get(name, 1e15)
+        if not 0 < value <= most:
+            raise CalibrationError(f"{where}: {name}={value}: must be above 0 and at most {most:g}")
     for name, value in not_negative.items():
         if not 0 <= value < 1e15:
             raise CalibrationError(f"{where}: {name}={value}: must not be negative")

@@ -28,6 +28,7 @@ from stoker.sim.workloads.workload import SimSession, SimTurn, Workload
 
 _GIB = 1 << 30
 _MAX_WORKERS = 4096
+_MAX_BLOCKS = 1 << 26  # of all workers; each takes 17 bytes empty and about 400 when it is used
 _MEDIA = {"host": "CPU", "disk": "DISK", "shared": "STORE"}
 _DEFAULT_TIERS = {  # used where the calibration has none: PCIe, NVMe, and a network of 100 Gbit/s
     "host": LinkCosts(0.0005, 20e9),
@@ -127,6 +128,12 @@ class Simulation:
     def _calibration(self) -> Calibration:
         config = self.config
         found, fleet = config.calibration, config.fleet
+        blocks = (fleet.kv_blocks or found.shape.kv_blocks) * fleet.num_workers
+        if blocks > _MAX_BLOCKS:
+            raise ConfigError(
+                f"{fleet.num_workers} workers with {blocks // fleet.num_workers} KV blocks each are {blocks} blocks, more than "
+                f"the {_MAX_BLOCKS} that can be simulated; give fewer with --kv-blocks, or larger blocks in the calibration"
+            )
         if config.speed != 1.0:
             found = msgspec.structs.replace(found, step=scaled(found.step, config.speed))
         if fleet.kv_blocks is not None:

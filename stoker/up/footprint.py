@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from stoker.up.config import FleetConfig, WorkersConfig
+from stoker.up.config import LOCAL, FleetConfig, WorkersConfig
 from stoker.up.machine import GIB, Machine
 from stoker.up.plan import FleetModel
 
@@ -58,7 +58,9 @@ def _workers_bytes(workers: WorkersConfig, model: FleetModel, machine: Machine) 
 
 
 def footprint_words(config: FleetConfig, models: Mapping[str | None, FleetModel], machine: Machine) -> Iterator[str]:
-    """Describe the footprint in one or two lines."""
+    """Describe the footprint on this machine in one or two lines. Workers that run elsewhere have none."""
+    if config.up.placement != LOCAL:
+        return
     used = footprint(config, models, machine)
     blocks = " and the KV blocks of kv_blocks" if any("kv_blocks" in one.options for one in config.workers) else ""
     disk = ""

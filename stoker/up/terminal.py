@@ -51,7 +51,8 @@ class Terminal:
             f"""
 {table(("PROCESS", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
 
-Logs are in {log_dir}. `stoker status` shows health and load. Ctrl-C stops everything. Try:
+Logs are in {log_dir}. `stoker status` shows health and load. Ctrl-C stops everything.
+The dashboard is at {plan.gateway.url}/ui, and its token in {plan.gateway_table["admin_token_file"]}. Try:
 
 curl -s{insecure} {plan.gateway.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
   -d '{json.dumps(body)}'

@@ -138,7 +138,7 @@ def _fleet(workers: Sequence[WorkerStatus], width: int, paint: _Paint) -> list[s
     if not workers:
         return ["No worker is connected."]
     name_width = max(len("WORKER"), *(len(_plain(one.worker)) for one in workers))
-    name_width = min(name_width, max(12, width - 60))
+    name_width = min(name_width, width // 2)
     # Columns that do not fit are left out, the last ones first.
     columns = [("ROLE", 8), ("STATE", 9), ("REQ", 5), ("KV", 5), ("RUN", 5), ("WAIT", 5), ("BACKLOG", 8), ("FLIGHT", 8)]
     columns += [("PREFILL/S", 10), ("STEP", 8)]
@@ -152,7 +152,9 @@ def _fleet(workers: Sequence[WorkerStatus], width: int, paint: _Paint) -> list[s
     lines = [paint.bold("WORKER".ljust(name_width) + "".join(f" {name:>{size}}" for name, size in shown))]
     for one in sorted(workers, key=lambda worker: (worker.role, worker.worker)):
         cells = _cells(one)
-        line = _cut(_plain(one.worker), name_width).ljust(name_width)
+        name = _plain(one.worker)
+        # Names differ at their end: in the number of a machine, or in the port.
+        line = (name if len(name) <= name_width else "…" + name[1 - name_width :]).ljust(name_width)
         for name, size in shown:
             text = f" {_cut(cells[name], size):>{size}}"
             line += paint(_COLORS.get(one.health, ""), text) if name == "STATE" else text

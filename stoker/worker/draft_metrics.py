@@ -47,9 +47,11 @@ class OutputDrafts:
 def engine_draft_metrics(stats: EngineStats) -> Iterator[Metric]:
     """Yield the engine's metrics of drafts. Positions are 1 to 15, and sources are the names of drafters."""
     reports = stats.drafts
+    text = "Estimated speed-up of decode-only steps by drafts, since the engine started"
+    speedup = GaugeMetricFamily("stoker_draft_speedup", text, labels=[])
     if stats.draft_step_s:
-        text = "Estimated speed-up of decode-only steps by drafts, since the engine started"
-        yield GaugeMetricFamily("stoker_draft_speedup", text, value=stats.undrafted_s / stats.draft_step_s)
+        speedup.add_metric([], stats.undrafted_s / stats.draft_step_s)
+    yield speedup
     steps = CounterMetricFamily("stoker_draft_spans", "Rows of steps that verified drafts", labels=["source"])
     drafted = CounterMetricFamily("stoker_draft_tokens", "Verified drafts", labels=["source"])
     accepted = CounterMetricFamily("stoker_accepted_draft_tokens", "Accepted drafts", labels=["source"])

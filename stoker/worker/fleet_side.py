@@ -9,6 +9,7 @@ from aiohttp import web
 
 from stoker.base.address import join_address
 from stoker.base.errors import NotFound
+from stoker.base.fleet_key import FleetKey
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerRegistration, WorkerReport
 from stoker.text.folder import text_files
 from stoker.worker.context import CONTEXT, WorkerContext
@@ -36,6 +37,7 @@ def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
         kv_address=info.kv_address,
         stores=info.stores,
         volatile_lines=list(context.config.volatile_lines),
+        secret_id=None if identity.secret is None else FleetKey(identity.secret).key_id,
     )
 
 

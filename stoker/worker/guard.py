@@ -69,7 +69,7 @@ class Guard:
 
     def __init__(self, identity: Identity) -> None:
         self._verifier = None if identity.secret is None else RequestVerifier(FleetKey(identity.secret))
-        self._api_key = None if identity.api_key is None else identity.api_key.encode()
+        self._api_keys = [] if identity.api_key is None else [one.encode() for one in identity.api_key.split("\n")]
 
     async def admit(self, request: web.Request, path: str) -> None:
         """Note in the request what its sender may do, or raise HTTPUnauthorized. `path` is that of the route."""
@@ -102,9 +102,10 @@ class Guard:
     def _has_key(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "")
         key = given[len(_BEARER) :] if given.startswith(_BEARER) else request.headers.get(_KEY_HEADER)
-        if self._api_key is None or key is None:
+        if key is None:
             return False
-        return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._api_key)
+        sent = key.encode("utf-8", "surrogateescape")
+        return any(hmac.compare_digest(sent, one) for one in self._api_keys)
 
     def _unauthorized(self) -> web.HTTPUnauthorized:
         assert self._verifier is not None

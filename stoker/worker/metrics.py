@@ -49,6 +49,18 @@ _COUNTERS = (
 )
 
 
+# Field of PoolReport, name of the metric, help.
+_LOCAL_POOLS = (
+    (
+        "free_blocks",
+        "stoker_kv_local_blocks_free",
+        "KV blocks of layers with a window or chunks that no sequence holds",
+    ),
+    ("cached_blocks", "stoker_kv_local_blocks_cached", "KV blocks of such layers that a prefix can still hit"),
+    ("num_blocks", "stoker_kv_local_blocks", "KV blocks of such layers in total"),
+)
+
+
 class _EngineCollector(Collector):
     """Exports the last stats of the engine when the metrics are scraped."""
 
@@ -71,6 +83,11 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
         for field, name, text in _COUNTERS:
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
+        for field, name, text in _LOCAL_POOLS:
+            family = GaugeMetricFamily(name, text, labels=["reach"])
+            for pool in stats.local_pools:
+                family.add_metric([pool.name], getattr(pool, field))
+            yield family
         for metric in TIER_METRICS:
             yield _by_tier(metric, stats.tiers)
         yield from engine_draft_metrics(stats)

@@ -112,10 +112,13 @@ def sets_on_gpu(kv_gib: float, layout: KvLayout, kv: KvSettings, monkeypatch: py
 
 def test_bounded_layers_get_what_the_rows_can_hold_or_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     full, chunk = sets_on_gpu(78, SCOUT, KvSettings(), monkeypatch)
-    assert (full, chunk) == (39 * GIB // (3 * MIB) + 1, 39 * GIB // (9 * MIB)), "512 rows would need more than half"
-    full, chunk = sets_on_gpu(78, SCOUT, KvSettings(local_share=22 / 78), monkeypatch)
-    assert 1_220_000 < full * 64 < 1_225_000, "the context that fits into 56 GiB"
-    assert chunk // 129 == 19
+    assert full * 64 > 1_300_000, "a sequence of 131,072 tokens needs a seventh of its memory for its last chunk"
+    assert chunk == pytest.approx(0.2 * 78 * GIB / (9 * MIB), abs=1)
+    for mean in (8192, 32_768, 65_536):
+        full, chunk = sets_on_gpu(78, SCOUT, KvSettings(mean_tokens=mean), monkeypatch)
+        sequences = (chunk - 2 * 128) / 129
+        assert full * 64 / mean == pytest.approx(sequences, rel=0.1), "both sets hold as many sequences"
+        assert 0 <= 78 * GIB - full * 3 * MIB - chunk * 9 * MIB < 12 * MIB
     for_rows = 512 * 3 + 2 * 128  # the window of each row, and two steps
     full, window = sets_on_gpu(40, GPT_OSS, KvSettings(), monkeypatch)
     assert window == pytest.approx(for_rows + full / 8, abs=2)
@@ -125,7 +128,7 @@ def test_bounded_layers_get_what_the_rows_can_hold_or_their_share(monkeypatch: p
 
 def test_too_little_memory_for_one_chunk_is_an_error_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match=r"chunk8192 get 113 KV blocks \(0\.99 GiB\), but one sequence needs 258 blocks"
+        ConfigError, match=r"chunk8192 get 216 KV blocks \(1\.90 GiB\), but one sequence needs 258 blocks"
     ):
         sets_on_gpu(2, SCOUT, KvSettings(), monkeypatch)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv.mooncake_worker import PATIENCE_S, calls_take, within
 from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
@@ -19,6 +20,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockId, RequestId
 from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.runner import PendingStep, Runner
+from stoker.kv.mooncake.master import INSTALL_HINT, MooncakeMaster, is_installed
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.step_rates import StepRates
@@ -197,12 +199,66 @@ def test_a_tier_brings_back_what_the_next_token_sees(
     with engine(model.folder, settings(store=store)) as llm:
         assert tokens(ask(llm, model.prompts)) == model.answers
         if tier == "host":  # the blocks of the device are evicted by others
-            for i in range(4):
+            for i in range(8):
                 ask(llm, model.prompts, cache_salt=str(i))
             assert check_loads(llm, model)
     if tier == "disk":
         with engine(model.folder, settings(store=store)) as again:
             assert check_loads(again, model)
+
+
+def test_an_answer_is_resumed_on_another_worker(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker dies at any token. Another one continues from the tokens that the client has, with and without its blocks."""
+    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
+    prompts = model.prompts[1:]
+    whole = [
+        GenerateRequest(
+            RequestId(f"r{i}"), prompt, len(prompt), SamplingParams(temperature=i % 2, seed=5), 3 * NEW_TOKENS
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    stored = settings(store=StoreSettings(disk_dir=str(tmp_path)))
+    with engine(model.folder, stored) as llm:
+        answers = tokens(llm.run(whole))
+    for chosen in (stored, settings()):
+        with engine(model.folder, chosen) as other:
+            for cut in (2 * NEW_TOKENS + 3, 1):  # the blocks of the first one help the second one
+                rest = [
+                    replace(
+                        request, request_id=RequestId(f"{request.request_id} {cut}"), token_ids=prompt + answer[:cut]
+                    )
+                    for request, prompt, answer in zip(whole, prompts, answers, strict=True)
+                ]
+                found = other.run(rest)
+                assert tokens(found) == [answer[cut:] for answer in answers]
+                assert [one.usage.prompt_tokens for one in found if one.usage] == [len(prompt) for prompt in prompts]
+            counters = other.built.scheduler.counters
+            assert bool(counters.loaded_tokens) == (chosen is stored)
+            assert not counters.failed_loads
+
+
+@pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not installed: {INSTALL_HINT}")
+@pytest.mark.parametrize("model", ["gpt-oss"], indirect=True)
+def test_a_worker_finds_the_blocks_of_all_sets_in_mooncake(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers on one Mooncake store. Each KV set has a tier of its own in it, with the same keys."""
+    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
+    with (
+        calls_take(PATIENCE_S),
+        MooncakeMaster(tmp_path / "master.log", lease_ms=200, client_ttl_s=10) as master,
+    ):
+        store = StoreSettings(mooncake_master=master.address, mooncake_segment_gib=1 / 16)
+        with engine(model.folder, settings(store=store)) as one, engine(model.folder, settings(store=store)) as other:
+            num_stored = 0
+            for prompt, answer in zip(model.prompts, model.answers, strict=True):
+                assert tokens(ask(one, [prompt])) == [answer]
+                num_blocks = (len(prompt) - 1) // BLOCK
+                assert within(PATIENCE_S, lambda: other.built.store.num_worth_loading(prompt, "") == num_blocks)  # noqa: B023
+                num_stored += num_blocks
+            assert check_loads(other, model) == BLOCK * num_stored
 
 
 def check_loads(llm: LLM, model: TinyModel) -> int:
@@ -222,5 +278,5 @@ def test_the_planned_memory_is_the_used_memory(model: TinyModel) -> None:
         assert 0 <= 0.01 * 2**30 - used < sum(sizes)
         if not llm.built.local_pools:
             return
-    with pytest.raises(ConfigError, match=r"need.* blocks of 4 tokens.*kv.local_share"):
-        LLM(model.folder, settings(kv=KvSettings(BLOCK, memory_gib=0.01, local_share=0.0001)))
+    with pytest.raises(ConfigError, match=r"kv.memory_gib"):
+        LLM(model.folder, settings(kv=KvSettings(BLOCK, memory_gib=4 * sum(sizes) / 2**30)))

@@ -192,3 +192,17 @@ def test_the_index_agrees_with_a_simple_model(seed: int) -> None:
         expected = Match(counts[0], counts[1] - counts[0], counts[2] - counts[1])
         assert found.get(WorkerId(worker), Match()) == expected
     assert len(index) == sum(map(len, {id(keys): keys for keys in truth.values()}.values()))
+
+
+def test_the_longest_holders_come_in_groups() -> None:
+    index = PrefixIndex()
+    index.stored(A, [1, 2, 3])
+    index.stored(B, [1, 2])
+    index.stored(WorkerId("c"), [1, 2])
+    matches = index.match([1, 2, 3, 4])
+    assert (matches.most_blocks, matches.num_longest, len(matches)) == (3, 1, 3)
+    groups = list(matches.longest(2, few=1))
+    assert [listed for listed, _ in groups] == [[A], []], "the second group has more than one worker"
+    assert [groups[1][1](worker) for worker in (A, B, WorkerId("c"), WorkerId("d"))] == [False, True, True, False]
+    assert [listed for listed, _ in matches.longest(1, few=5)] == [[A]]
+    assert not index.match([9])

@@ -75,7 +75,7 @@ class World:
             status,
             self.misses.report,
         )
-        self.admin = AdminEndpoint(AdminToken(token), view)
+        self.admin = AdminEndpoint(AdminToken([] if token is None else [token]), view)
 
     def add(self, spec: WorkerSpec) -> None:
         self.fleet.add(spec, self.now)

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.base.errors import ConfigError
 from stoker.fleet.spec import Role
-from stoker.gateway.config import GatewayConfig, load, read_secret
+from stoker.gateway.config import GatewayConfig, load, read_secret, read_secrets
 from stoker.gateway.worker_option import parse_worker, worker_id_of
 
 HASH = "0" * 64
@@ -214,6 +214,9 @@ def test_secrets_come_from_files(tmp_path: Path) -> None:
     assert read_secret(None, "admin_token_file") is None
     path.write_text("  s3cret\n")
     assert read_secret(path, "admin_token_file") == "s3cret"
+    path.write_text("\n new \n\nold\n")
+    assert read_secret(path, "admin_token_file") == "new"
+    assert read_secrets(path, "admin_token_file") == ("new", "old")
     path.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         read_secret(path, "admin_token_file")

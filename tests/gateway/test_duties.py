@@ -136,3 +136,18 @@ def test_two_drains_at_once_leave_the_requests_on_the_third_worker() -> None:
             assert sum(path.startswith("/v1") for path in c.paths) == 6
 
     asyncio.run(main())
+
+
+def test_a_registered_worker_that_refuses_its_role_keeps_it() -> None:
+    """An old version, for example: its next heartbeat would bring the old role back."""
+
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, FakeStoker(), dialect="stoker", from_config=False)
+            with pytest.raises(Overloaded, match="did not take the role decode: status 403") as refused:
+                await duties_of(world).set_role(member(world, "a"), Role.DECODE)
+            assert refused.value.code == "role_refused"
+            assert member(world, "a").spec.role is Role.UNIFIED
+
+    asyncio.run(main())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fake_stoker import FakeStoker
 from world import World
 
-from stoker.autoscale.decision import Flip, Start, Stop, Wait
+from stoker.autoscale.decision import Flip, Keep, Start, Stop
 from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
@@ -56,7 +56,7 @@ def test_a_backlog_of_prompts_makes_a_decode_worker_prefill() -> None:
         async with World() as world:
             await add_pair(world, 3)
             scaling = scaling_of(world)
-            assert isinstance((await scaling.step()).action, Wait)
+            assert isinstance((await scaling.step()).action, Keep)
             queue(world, "p", 50_000)
             decision = await scaling.step()
             assert decision.action == Flip(WorkerId("d0"), Role.PREFILL)
@@ -64,7 +64,7 @@ def test_a_backlog_of_prompts_makes_a_decode_worker_prefill() -> None:
             assert decision.numbers["queued_tokens"] == 50_000
             newest = scaling.wishes().decisions[0]
             assert (newest.action, newest.numbers) == ("flip d0 to prefill", decision.numbers)
-            assert isinstance((await scaling.step()).action, Wait)  # hold_s
+            assert isinstance((await scaling.step()).action, Keep)  # hold_s
 
     asyncio.run(main())
 
@@ -90,7 +90,7 @@ def test_a_wanted_worker_is_listed_until_it_joins() -> None:
             assert (await scaling.step()).action == Start(Role.PREFILL)
             assert [(one.number, one.role) for one in scaling.wishes().starts] == [(1, "prefill")]
             world.clock.advance(20.0)
-            assert isinstance((await scaling.step()).action, Wait)
+            assert isinstance((await scaling.step()).action, Keep)
             await world.add("p2", FakeStoker(), dialect="stoker", role=Role.PREFILL)
             await scaling.step()
             assert scaling.wishes().starts == []

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.attention import SpanShape, group_spans
+from stoker.kernels.block_split import BlockSplit
 from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.head_matmul import head_matmul_ref, head_matmul_triton
 from stoker.kernels.latent_write import latent_write_ref, latent_write_triton
 from stoker.kernels.linear import Norm
 from stoker.kernels.mla import LatentShape, cut_heads, mla_attention_ref, mla_attention_triton
+from stoker.kernels.mla_split import split_attention_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters
 from stoker.kernels.pieces import FIELDS
+from stoker.kernels.split_parts import merge_parts
 
 MOST_ERROR = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 PER_BLOCK = 3  # pages of a block: those of three layers
@@ -72,8 +75,9 @@ class LatentWorld:
         return Cutter.of(heads, self.block, self.dtype, verifies=True)
 
     def attend(
-        self, spans: list[LatentSpan], *, as_tiles: bool, exact: bool = False, whole: bool = False
+        self, spans: list[LatentSpan], *, as_tiles: bool, exact: bool = False, whole: bool = False, contexts: int = 1
     ) -> list[Tensor]:
+        """`contexts`: how many ranks split the context."""
         cutter = self.cutter(exact)
         counts = np.array([span.count for span in spans])
         firsts, starts = counts.cumsum() - counts, np.array([span.start + span.slack for span in spans])
@@ -101,11 +105,30 @@ class LatentWorld:
         on_device = PagedSpans(self.table, *where, *padded, dense, finished, PER_BLOCK, 1, cutter.form)
         q = torch.cat(queries)
         entries = torch.cat([self.entries(span) for span in spans]) if whole else q[:, 0, :1]
-        found = mla_attention_triton(q, entries, self.pages, on_device, self.weight, self.shape, self.scale)
+        if contexts > 1:
+            found = self.merged(q, on_device, contexts)
+        else:
+            found = mla_attention_triton(q, entries, self.pages, on_device, self.weight, self.shape, self.scale)
         assert not finished.any()
         assert found[where[1] < 0].isfinite().all(), "padding became infinite"
         parts = zip(found.split(counts.tolist()), spans, strict=True)
         return [part[: span.count - span.num_padding] for part, span in parts]
+
+    def merged(self, q: Tensor, spans: PagedSpans, contexts: int) -> Tensor:
+        """Return what ranks find together that each hold a part of each block."""
+        key_weight, value_weight = self.weight.split([self.shape.nope, self.shape.value], 1)
+        absorbed = head_matmul_ref(q[..., : self.shape.nope], key_weight)
+        query = torch.cat([absorbed, q[..., self.shape.nope :]], -1)
+        pieces = spans.singles if len(spans.singles) else spans.tiles
+        assert spans.form.exact or int(pieces[:, 5].max()) > 1, "no keys are split among programs"
+        parts, sums = [], []
+        for index, held in enumerate(self.pages.view(len(self.pages), contexts, -1).unbind(1)):
+            split = BlockSplit(index, contexts)
+            part, own = split_attention_triton(query.clone(), held.contiguous(), spans, split, self.shape, self.scale)
+            parts.append(part)
+            sums.append(own)
+        assert torch.stack(sums)[:, spans.positions < 0].eq(float("-inf")).all(), "padding sees keys"
+        return head_matmul_ref(merge_parts(parts, sums).to(q.dtype), value_weight.transpose(1, 2))
 
     def entries(self, span: LatentSpan) -> Tensor:
         blocks = self.pages.view(-1, PER_BLOCK, self.block, self.shape.width)[self.table[span.row], 0]
@@ -135,6 +158,20 @@ def spans_of_all_kinds(shape: LatentShape, device: torch.device, dtype: torch.dt
     for spans in (prompts, prompts[:1]):
         for span, found in zip(spans, world.attend(spans, as_tiles=False, whole=True), strict=True):
             close(found, world.expected(span))
+
+
+def split_spans(shape: LatentShape, contexts: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Ranks that split the context find together what one rank finds, with keys that are split among programs too, and with
+    tokens of which some ranks have no key."""
+    world = LatentWorld([300, 45, 17, 1], shape, 16 * contexts, device, dtype)
+    decoding = [LatentSpan(0, 299, 1), LatentSpan(2, 16, 1, slack=40), LatentSpan(3, 0, 1)]
+    verifying = [LatentSpan(0, 250, 2, slack=20), LatentSpan(1, 14, 3, num_padding=1)]
+    chunks = [LatentSpan(0, 270, 4), LatentSpan(1, 14, 5)]
+    cases = ((decoding, False, False), (verifying, False, True), (chunks, True, False))
+    for spans, as_tiles, exact in cases:
+        found = world.attend(spans, as_tiles=as_tiles, exact=exact, contexts=contexts)
+        for span, tokens in zip(spans, found, strict=True):
+            close(tokens, world.expected(span))
 
 
 def exact_spans(shape: LatentShape, device: torch.device, dtype: torch.dtype, length: int = 290) -> None:
@@ -176,11 +213,12 @@ def write(num_tokens: int, shape: LatentShape, device: torch.device, dtype: torc
     positions = torch.arange(num_tokens, device=device)
     positions[-1] = -1
     slots = torch.randperm(num_tokens + 9, device=device)[:num_tokens]
+    slots[0] = -1  # on another rank
     written = [torch.zeros(num_tokens + 9, shape.width, device=device, dtype=kv_dtype) for _ in range(2)]
     given = [q.clone(), q.double()]
     wide = (kv.double(), Norm(norm.weight.double(), norm.eps), cos.double(), sin.double())
     found = latent_write_triton(given[0], kv, norm, cos, sin, positions, written[0], slots)
-    there = positions >= 0
+    there, held = positions >= 0, (positions >= 0) & (slots >= 0)
     expected = latent_write_ref(given[1][there], *(part[there] if isinstance(part, Tensor) else part for part in wide),
                                 positions[there], written[1].double(), slots[there])  # fmt: skip
     rotated = latent_query(q.double()[there], cos.double()[there], sin.double()[there])
@@ -188,8 +226,9 @@ def write(num_tokens: int, shape: LatentShape, device: torch.device, dtype: torc
     assert not given[0][~there].any(), "padding has a query"
     tolerance = 1e-5 if dtype == kv_dtype == torch.float32 else 3e-2
     assert torch.allclose(found[there].double(), expected, atol=tolerance, rtol=tolerance)
-    assert torch.equal(written[0][slots[there]].to(dtype), found[there]), "the cache holds something else"
-    assert not written[0][slots[~there]].any(), "padding was written"
+    assert torch.equal(written[0][slots[held]].to(dtype), found[held]), "the cache holds something else"
+    written[0][slots[held]] = 0
+    assert not written[0].any(), "padding or a token of another rank was written"
 
 
 def latent_query(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 import triton  # before any kernel, otherwise they are not defined
 from kernels.hopper import SHARED_BYTES, CompiledKernel
 
-from stoker.kernels import head_matmul, latent_write, mla
+from stoker.kernels import head_matmul, latent_write, mla, mla_split, split_parts
+from stoker.kernels.block_split import BlockSplit
 from stoker.kernels.linear import Norm
 from stoker.kernels.mla import LatentShape
 from stoker.kernels.paged import PagedSpans, SpanForm
@@ -23,13 +24,14 @@ def compiled(monkeypatch):
     found = {}
     for module, name in (
         (mla, "_attend_latent"),
+        (split_parts, "_join_split"),
         (mla, "join_tiles"),
         (head_matmul, "_head_matmul"),
         (latent_write, "_latent_write"),
     ):
         found[name] = CompiledKernel(getattr(module, name))
         monkeypatch.setattr(module, name, found[name])
-    for module in (mla, head_matmul, latent_write):
+    for module in (mla, head_matmul, latent_write, split_parts):
         monkeypatch.setattr(module, "overlaps", lambda x: True)
     monkeypatch.setattr(head_matmul, "use_triton", lambda x: True)
     return found
@@ -52,8 +54,12 @@ def test_published_shapes(compiled, num_heads, as_tiles):
     kv = torch.empty(TOKENS, shape.width, dtype=dtype)
     latent_write.latent_write_triton(q, kv, norm, angles, angles, numbers[1], pages, numbers[0])
     for name, kernel in compiled.items():
-        if name == "join_tiles" and not as_tiles:
+        if name == "_join_split" or (name == "join_tiles" and not as_tiles):
             continue
         assert kernel.found.metadata.shared <= SHARED_BYTES, f"{name} needs {kernel.found.metadata.shared} bytes"
     attend = compiled["_attend_latent"].found
     assert "wgmma.mma_async" in attend.asm["ptx"]
+    query = torch.empty(TOKENS, num_heads, shape.width, dtype=dtype)
+    mla_split.split_attention_triton(query, pages[:, : 16 * shape.width], spans, BlockSplit(3, 8), shape, 0.1)
+    for name in ("_attend_latent", "_join_split"):
+        assert compiled[name].found.metadata.shared <= SHARED_BYTES

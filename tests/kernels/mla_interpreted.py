@@ -27,6 +27,11 @@ def test_blocks_that_are_read_in_parts():
     mla_cases.spans_of_all_kinds(SHAPES[0], CPU, torch.float32, block=64)
 
 
+@pytest.mark.parametrize(("shape", "contexts"), [(SHAPES[0], 4), (SHAPES[1], 2)], ids=str)
+def test_a_context_that_ranks_split(shape, contexts):
+    mla_cases.split_spans(shape, contexts, CPU, torch.float32)
+
+
 def test_exact_spans():
     mla_cases.exact_spans(SHAPES[0], CPU, torch.float32)
 

@@ -220,6 +220,7 @@ FORMS: dict[str, tuple[int, int | None] | int] = {
     "fp8 rows of blocks": (1, 128),
     "int4 groups of 32": 32,
     "int4 groups of 64": 64,
+    "mxfp4": 32,
 }
 
 
@@ -228,7 +229,7 @@ def make_quantised(num_tokens: int, shape: Shape, form: str, device: torch.devic
 
     def weight(num_out: int, num_in: int) -> QuantWeight:
         if isinstance(described, int):
-            return made_int4(num_out, num_in, described, device)[0]
+            return made_int4(num_out, num_in, described, device, floats=form == "mxfp4")[0]
         return made_fp8(num_out, num_in, *described, device)[0]
 
     gate_up = weight(shape.experts * 2 * shape.width, shape.hidden)

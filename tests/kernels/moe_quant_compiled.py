@@ -28,7 +28,7 @@ HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 4, 2
 def weight(form: str, num_out: int, num_in: int, quantises_inputs: bool) -> QuantWeight:
     described = FORMS[form]
     if isinstance(described, int):
-        return made_int4(num_out, num_in, described, CPU)[0]
+        return made_int4(num_out, num_in, described, CPU, floats=form == "mxfp4")[0]
     return replace(made_fp8(num_out, num_in, *described, CPU)[0], quantises_inputs=quantises_inputs)
 
 
@@ -63,7 +63,13 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("num_tokens", [16, 66, 100, 400])  # 8, 33, 50 and 200 pairs per expert
 @pytest.mark.parametrize(
     ("form", "quantises_inputs"),
-    [("fp8 channels", True), ("fp8 blocks", True), ("fp8 blocks", False), ("int4 groups of 32", False)],
+    [
+        ("fp8 channels", True),
+        ("fp8 blocks", True),
+        ("fp8 blocks", False),
+        ("int4 groups of 32", False),
+        ("mxfp4", False),
+    ],
 )
 def test_many_tokens(kernels, form, quantises_inputs, num_tokens):
     gate_up, down = kernels(moe_quant)
@@ -86,7 +92,7 @@ def routers() -> Iterator[ExpertRouter]:
     yield ExpertRouter(weight, Routing(1, "sigmoid", on_input=True))
 
 
-@pytest.mark.parametrize("form", ["fp8 channels", "fp8 blocks", "int4 groups of 32"])
+@pytest.mark.parametrize("form", ["fp8 channels", "fp8 blocks", "int4 groups of 32", "mxfp4"])
 def test_few_tokens(kernels, form):
     gate_up, down = kernels(moe_quant_few)
     x, norm = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ SMALL = Shape(64, 64, 5, 3, renormalises=False)
 # The last group of 128 inputs, or of 256 4-bit inputs, is incomplete, and experts' rows begin in the middle of a block.
 ODD = Shape(320, 96, 3, 2)
 CASES = [(SMALL, form) for form in moe_cases.FORMS]
-CASES += [(ODD, form) for form in ("fp8 channels", "fp8 blocks", "int4 groups of 32")]
+CASES += [(ODD, form) for form in ("fp8 channels", "fp8 blocks", "int4 groups of 32", "mxfp4")]
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from stoker.kernels.quant_many import many_rows_linear, quantise_ref, quantise_t
 from stoker.kernels.quant_skinny import quant_rows_linear
 
 # Rows and columns that share a scale; None means all of them. 4-bit weights have one scale per 32 columns.
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of the codes 0 to 7
 FP8_BLOCKS = [(1, None), (128, 128), (1, 128), (48, 128)]
 
 
@@ -27,13 +28,20 @@ def made_fp8(
     return fp8_weight(codes, scale, rows, cols), codes.double() * scale.double()[row // rows, column // cols]
 
 
-def made_int4(num_out: int, num_in: int, group: int, device: torch.device) -> tuple[QuantWeight, Tensor]:
+def made_int4(
+    num_out: int, num_in: int, group: int, device: torch.device, floats: bool = False
+) -> tuple[QuantWeight, Tensor]:
+    """`floats`: MXFP4, whose scales are powers of two."""
     codes = torch.randint(0, 16, (num_out, num_in), device=device)
     scale = (torch.rand(num_out, num_in // group, device=device) * 0.01 + 0.001).bfloat16()
     words = sum(codes[:, j::8] << (4 * j) for j in range(8))
     assert isinstance(words, Tensor)
     words = torch.where(words < 2**31, words, words - 2**32).int()
-    return int4_weight(words, scale), (codes - 8).double() * scale.double().repeat_interleave(group, 1)
+    values = codes - 8
+    if floats:
+        scale = torch.ldexp(torch.ones_like(scale), torch.randint(-9, -2, scale.shape, device=device))
+        values = torch.tensor([*MXFP4, *(-value for value in MXFP4)], device=device)[codes]
+    return int4_weight(words, scale, floats=floats), values.double() * scale.double().repeat_interleave(group, 1)
 
 
 def weights(num_out: int, num_in: int, device: torch.device) -> list[tuple[QuantWeight, Tensor]]:
@@ -64,7 +72,8 @@ def many_rows(num_rows: int, num_in: int, num_out: int, device: torch.device) ->
 
 
 def dequantised(num_in: int, num_out: int, device: torch.device, dtype: torch.dtype) -> None:
-    for weight, meant in weights(num_out, num_in, device):
+    floats = [made_int4(num_out, num_in, 32, device, floats=True)] if num_in % 32 == 0 else []
+    for weight, meant in weights(num_out, num_in, device) + floats:
         assert torch.equal(dequantise_ref(weight, torch.float64), meant)
         assert torch.equal(dequantise_triton(weight, dtype), meant.float().to(dtype))
 

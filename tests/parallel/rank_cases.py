@@ -27,6 +27,10 @@ LAYOUTS = {
     "tp4": RankSettings(4, 1, 1),
     "tp4 ep2": RankSettings(4, 1, 2),
     "pp4": RankSettings(1, 4, 1),
+    "tp2 cp2": RankSettings(2, 1, 1, 2),
+    "tp2 pp2 cp2": RankSettings(2, 2, 1, 2),
+    "tp4 cp2": RankSettings(4, 1, 1, 2),
+    "tp4 ep2 cp4": RankSettings(4, 1, 2, 4),
 }
 
 

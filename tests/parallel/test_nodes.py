@@ -253,7 +253,7 @@ def test_two_nodes_give_the_answer_of_one_process_and_a_lost_node_comes_back(den
         assert other.serving.acquire(timeout=LONG_S)
         (pid,) = other.supervisor.pids.values()
         ranks.dismiss()
-        other.thread.join(LONG_S)
+    other.thread.join(LONG_S)
     assert not other.thread.is_alive()
     assert other.error is None
     assert not is_running(pid)

@@ -41,6 +41,7 @@ def random_update(rng: random.Random) -> KvUpdate:
 
     load = random_load(rng, 0)
     return KvUpdate(
+        rng.randrange(99),
         [OfferedBlock(name(), BlockId(rng.randrange(99)), rng.randrange(3)) for _ in range(rng.randint(0, 2))],
         [LeaseChange("lease ü", 1, 2, load.keys, load.blocks, [name()], 3, rng.random() < 0.5)] * rng.randint(0, 2),
         ["a", "b"][: rng.randint(0, 2)],

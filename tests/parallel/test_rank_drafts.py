@@ -64,7 +64,7 @@ def guesses(llm: LLM, rows: RowTable) -> dict[int, list[int]]:
     return found
 
 
-CASES = [("sglang", "tp2 pp2"), ("vllm, norm before fc", "tp2"), ("mtp", "pp2")]
+CASES = [("sglang", "tp2 pp2"), ("vllm, norm before fc", "tp2"), ("mtp", "pp2"), ("mtp", "tp2 cp2")]
 SLOW_CASES = [
     ("sglang", "tp2"),
     ("sglang", "pp2"),
@@ -111,9 +111,9 @@ def constant(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder, head
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
 def test_accepted_drafts_save_steps_on_ranks(constant: tuple[Path, Path], layout: str) -> None:
-    """Ranks as processes with `tp2`, and as threads with `pp2`."""
+    """Slow with `tp2`, where ranks are processes. They are threads with `pp2`."""
     folder, head = constant
     samplings = [GREEDY, SamplingParams(temperature=0.8, seed=3)]
     prompts = [PROMPT[:9], PROMPT]

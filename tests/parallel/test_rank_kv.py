@@ -47,7 +47,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait long enough for KV, also on a slow machine. A model this small computes a block faster than a file is opened."""
     for name in ("_TIER_GRACE_S", "_PEER_GRACE_S"):
         monkeypatch.setattr(f"stoker.kv.store.loader.{name}", 60.0)
-    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
+    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 1.0)
+    monkeypatch.setattr("stoker.kv.store.kv_store._UNKNOWN_COMPUTE_S", 60.0)
 
 
 def settings(
@@ -87,12 +88,18 @@ def tokens(outputs: list[LLMOutput]) -> list[list[int]]:
 
 
 def settle(llm: LLM) -> None:
-    """Step until every lease has ended and every block is free."""
+    """Step until every lease has ended, every block is free, and the tiers of all virtual ranks have written theirs."""
     built, until_s = llm.built, time.monotonic() + 60
+    parts = built.ranks.kv_parts if isinstance(built.ranks, VirtualRanks) else {}
     while built.scheduler.num_held or any(pool.num_free < pool.num_blocks for pool in (built.pool, *built.local_pools)):
         assert time.monotonic() < until_s, f"{built.scheduler.num_held} leases held, {built.pool.num_free} blocks free"
         built.engine.step()
         time.sleep(0.002)
+    for store in [built.store, *(part.store for part in parts.values())]:
+        for buffers in (one.write_behind._buffers for one in store.sets if one.tiers):
+            while len(buffers._free) + buffers._left < store.max_offers:  # the others wait for a tier
+                assert time.monotonic() < until_s, "blocks wait for a tier"
+                time.sleep(0.002)
 
 
 @contextmanager
@@ -117,8 +124,8 @@ TIER_CASES = [
     ("llama", "disk", "tp2 pp2"),
     pytest.param("llama", "mooncake", "pp2", marks=pytest.mark.slow),  # Mooncake takes seconds to start
     ("kimi-k2", "disk", "tp2"),
+    ("kimi-k2", "disk", "tp2 cp2"),
     ("gpt-oss", "disk", "ep2"),
-    ("gpt-oss", "host", "pp2"),
 ]
 
 
@@ -170,7 +177,7 @@ def test_a_block_that_one_rank_has_lost_is_computed(models: dict[str, Path], tmp
 def test_ranks_and_layouts_never_mix_their_blocks(models: dict[str, Path], tmp_path: Path) -> None:
     """The same keys, in one store, by engines that are split in different ways. Each of them finds only its own blocks."""
     asked = prompts(6, [50])
-    layouts = ["", "tp2", "pp2", "tp2 pp2", "tp4"]
+    layouts = ["", "tp2", "pp2"]
     with a_store("host", tmp_path) as shared:
         both = replace(shared, disk_dir=str(tmp_path / "disk"))
         found = []
@@ -214,7 +221,6 @@ HANDOFFS = [
     ("llama", "pp2", "tp2"),
     ("llama", "tp2", "pp2"),
     ("llama", "tp4", "tp2 pp2"),
-    ("kimi-k2", "tp2", ""),
     ("kimi-k2", "pp2", "tp2"),
     ("gpt-oss", "pp2", "ep2"),
 ]

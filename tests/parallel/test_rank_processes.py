@@ -26,6 +26,7 @@ from tests.parallel.virtual_ranks import VirtualRanks
 from tests.tiny import make_tiny
 
 SLOW_CASES = [("dense", "tp2"), ("dense", "pp2"), ("experts", "tp2"), ("experts", "pp2"), ("experts", "tp2 pp2")]
+SLOW_CASES += [("latent", "tp2"), ("latent", "pp2"), ("latent", "tp2 pp2 cp2"), ("latent", "tp4 cp2")]
 DIVERGING = (sys.executable, str(Path(__file__).parent / "diverging_rank.py"))
 
 
@@ -49,6 +50,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latent")
+    make_tiny(folder, "deepseek", torch.float64, **{**CHANGES, "num_key_value_heads": 8})
+    return folder
+
+
 def is_running(pid: int) -> bool:
     """Return True unless the process has ended; a zombie has."""
     try:
@@ -62,6 +70,7 @@ def is_running(pid: int) -> bool:
     [
         ("dense", "tp2 pp2"),
         ("experts", "ep2"),
+        ("latent", "tp2 cp2"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
     ],
 )

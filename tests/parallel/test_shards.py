@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from bench.support.large_checkpoint import CONFIG
+from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError, ModelFilesError
+from stoker.engine.memory import resolve_on
+from stoker.engine.ranks.place import layer_bytes
 from stoker.models.family import MODELS, ModelFamily, Rule, family_of
 from stoker.parallel.shard import Piece, RankLayout, Shard, shards_of, split_layers
 from tests.parallel.rank_cases import CANDIDATES
@@ -98,6 +101,17 @@ def test_stages_are_balanced_by_bytes(seed: int) -> None:
 
     best = min(largest(cuts) for cuts in itertools.combinations(range(1, len(sizes)), num_stages - 1))
     assert largest(tuple(stage.start for stage in found[1:])) == best
+
+
+@pytest.mark.parametrize(("tied", "device", "counted"), [(True, "cpu", 1), (False, "cpu", 1), (False, "cuda", 2)])
+def test_an_embedding_counts_where_memory_is_short_and_not_where_time_is(tied: bool, device: str, counted: int) -> None:
+    """`counted`: matrices of the vocabulary in the first stage. A GPU's memory holds both; looking up takes no time."""
+    hf = {"architectures": ["LlamaForCausalLM"], **SHAPE, "tie_word_embeddings": tied}
+    family = family_of(hf, "config.json")
+    resolved = resolve_on(torch.device(device), EngineSettings(dtype="float32"), family.shape)
+    _, ends = layer_bytes(family, resolved)
+    hidden = SHAPE["hidden_size"]
+    assert ends == 4 * hidden * (counted * SHAPE["vocab_size"] + 1), "and the last norm"
 
 
 def test_the_vocabulary_is_split_without_gaps() -> None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from stoker.base.config import RankSettings
+from stoker.base.config import HandoffSettings, KvSettings, RankSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.llm import LLM, LLMOutput
+from stoker.engine.memory import resolve
 from stoker.engine.model_identity import read_hf_config
+from stoker.layers.moe import MoeConfig
+from stoker.models.decoder_family import DecoderFamily
 from stoker.models.family import family_of
 from stoker.sched.step_costs import StepCosts
 from stoker.sched.step_size import StepSize
 from tests.parallel.rank_cases import CANDIDATES, CHANGES, LAYOUTS, ParityGrammars, answers, requests, settings
 from tests.parallel.virtual_ranks import VirtualRanks
-from tests.tiny import SHAPES, make_tiny
+from tests.tiny import SHAPES, config_of, make_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -27,25 +31,18 @@ def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepSize, "costs", StepCosts())
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {}
-
-
-def folder_of(folders: dict[str, Path], name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the family's example, in sizes that ranks can split. Families have rules of their own for these."""
-    if name in folders:
-        return folders[name]
-    for changes in CANDIDATES:
-        folder = tmp_path_factory.mktemp(name)
+def make_splittable(folder: Path, name: str) -> None:
+    """Write the family's example, in sizes that ranks can split. Families have rules of their own for these."""
+    # Every stage needs a layer of each kind of attention. One of four layers of Llama 4 sees all tokens.
+    longer = [{**CHANGES, "num_hidden_layers": 8}] if name.startswith("llama4") else []
+    for changes in longer + CANDIDATES:
         try:
             make_tiny(folder, name, torch.float64, **changes)
             family_of(read_hf_config(folder), name)
         except Exception:  # transformers checks its configurations with errors of its own
             continue
-        folders[name] = folder
-        return folder
-    pytest.skip("none of the sizes suits this family")
+        return
+    raise AssertionError(f"none of the sizes suits {name}")
 
 
 def assert_same(got: list[LLMOutput], wanted: list[LLMOutput], cancelled: int | None = None) -> None:
@@ -59,34 +56,85 @@ def assert_same(got: list[LLMOutput], wanted: list[LLMOutput], cancelled: int | 
             assert math.isclose(a.logprob, b.logprob, abs_tol=1e-10)
 
 
-CASES = [
-    (name, layout) for name in SHAPES for layout in ("tp2", "tp2 pp2", *(["ep2", "tp4 ep2"] if "moe" in name else []))
-]
-# What families accept that cannot be split in other ways.
-CASES += [(name, layout) for name in ("gpt-oss", "llama4-scout") for layout in ("ep2", "pp2")] + [("minimax-m2", "pp2")]
+# Layouts of every family. The other examples of an architecture differ in details that these two layouts reach.
+ALL = ("tp2", "pp2", "tp2 pp2", "tp4", "ep2", "tp4 ep2", "tp2 cp2", "tp4 ep2 cp4")
+SOME = ("tp2 pp2", "ep2")
+# What families cannot do. Whether they can have experts or latent KV is in their configuration.
+REFUSED = {
+    "GptOssForCausalLM": {"tp2", "tp2 pp2", "tp4", "tp4 ep2"},  # ranks take whole experts
+    "Llama4ForCausalLM": {"tp2", "tp2 pp2", "tp4", "tp4 ep2"},
+    "Llama4ForConditionalGeneration": {"tp2", "tp2 pp2", "tp4", "tp4 ep2"},
+    "MiniMaxM2ForCausalLM": {"tp2", "tp2 pp2", "tp4", "ep2", "tp4 ep2"},  # a norm covers all heads
+}
 
 
-@pytest.mark.parametrize(("name", "layout"), [*CASES, ("llama", "pp2"), ("llama", "tp4"), ("llama", "pp4")])
-def test_ranks_give_the_answers_of_one_process(
-    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, name: str, layout: str
-) -> None:
-    folder, asked = folder_of(folders, name, tmp_path_factory), requests(1, 6)
-    with closing(LLM(folder, settings(), grammars=ParityGrammars())) as alone:
+def layouts_of(name: str, family: DecoderFamily) -> list[str]:
+    architecture = SHAPES[name][0]
+    is_first = next(one for one, (first, _) in SHAPES.items() if first == architecture) == name
+    has_experts = any(isinstance(layer.mlp, MoeConfig) for layer in family.layers)
+    is_latent = family.kv_groups[0].kind == "latent"
+    wanted = [one for one in (ALL if is_first else SOME) if one not in REFUSED.get(architecture, ())]
+    return [one for one in wanted if (has_experts or "ep" not in one) and (is_latent or "cp" not in one)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_ranks_give_the_answers_of_one_process(tmp_path: Path, name: str) -> None:
+    make_splittable(tmp_path, name)
+    asked, family = requests(1, 6), family_of(read_hf_config(tmp_path), name)
+    assert isinstance(family, DecoderFamily)
+    with closing(LLM(tmp_path, settings(), grammars=ParityGrammars())) as alone:
         wanted = answers(alone, asked)
-    try:
-        llm = LLM(folder, settings(LAYOUTS[layout]), grammars=ParityGrammars(), ranks=VirtualRanks())
-    except ConfigError as refused:
-        pytest.skip(refused.message)
-    with closing(llm):
-        assert_same(answers(llm, asked), wanted)
+    for layout in layouts_of(name, family):
+        with closing(LLM(tmp_path, settings(LAYOUTS[layout]), grammars=ParityGrammars(), ranks=VirtualRanks())) as llm:
+            assert_same(answers(llm, asked), wanted)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2 pp2"])
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (RankSettings(2, 1, 1, 2), "cp=2: only latent attention .* can be split by context"),
+        (RankSettings(4, 1, 1, 3), "cp=3 does not divide tp=4"),
+    ],
+)
+def test_a_context_that_cannot_be_split_is_refused(tmp_path: Path, ranks: RankSettings, message: str) -> None:
+    make_tiny(tmp_path, "llama", torch.float64, **CHANGES)
+    with pytest.raises(ConfigError, match=message):
+        LLM(tmp_path, settings(ranks), ranks=VirtualRanks())
+
+
+def test_a_block_that_ranks_cannot_split_is_refused(tmp_path: Path) -> None:
+    make_splittable(tmp_path, "deepseek")
+    odd = replace(settings(RankSettings(2, 1, 1, 2)), kv=KvSettings(block_tokens=5, num_blocks=20))
+    with pytest.raises(ConfigError, match=r"kv\.block_tokens=5 is not a multiple of cp=2; use --block-tokens 6"):
+        LLM(tmp_path, odd, ranks=VirtualRanks())
+
+
+def test_hand_off_of_a_split_context_is_refused_by_name() -> None:
+    given = replace(settings(RankSettings(2, 1, 1, 2)), handoff=HandoffSettings(serves=True))
+    with pytest.raises(ConfigError, match="cp=2: --role prefill and --kv-port do not work with a split context yet"):
+        resolve(given, family_of(config_of("deepseek"), "config.json").shape)
+
+
+def test_ranks_that_split_the_context_hold_more_tokens_in_the_same_memory(tmp_path: Path) -> None:
+    make_splittable(tmp_path, "deepseek")
+    pools = []
+    for ranks in (RankSettings(4), RankSettings(4, 1, 1, 2), RankSettings(4, 1, 1, 4)):
+        given = replace(settings(ranks), kv=KvSettings(block_tokens=8, memory_gib=0.001))
+        with closing(LLM(tmp_path, given, ranks=VirtualRanks())) as llm:
+            pools.append(llm.built.pool.num_blocks)
+    assert pools[1:] == [pytest.approx(2 * pools[0], abs=1), pytest.approx(4 * pools[0], abs=3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", "tp2"), ("llama", "pp2"), ("llama", "tp2 pp2"), ("deepseek", "tp4 cp2"), ("deepseek", "tp2 pp2 cp2")],
+)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_drafts_preemptions_and_cancellations_change_no_answer(
-    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, layout: str, seed: int
+    tmp_path: Path, name: str, layout: str, seed: int
 ) -> None:
-    folder, asked = folder_of(folders, "llama", tmp_path_factory), requests(2 + seed, 14)
+    make_splittable(tmp_path, name)
+    folder, asked = tmp_path, requests(2 + seed, 14)
     with closing(LLM(folder, settings(), grammars=ParityGrammars())) as alone:
         wanted = answers(alone, asked)
     tight = settings(LAYOUTS[layout], num_blocks=16, drafter="auto")

@@ -13,7 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.cli.main import main
 from stoker.planner.gpus import parse_gpus
 from stoker.planner.layouts import LayoutPlan, PlannedLayout, plan_layouts
-from tests.models.test_deepseek import KIMI_K25
+from tests.models.test_deepseek import DEEPSEEK_V3, KIMI_K25
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -29,15 +29,48 @@ def only(plan: LayoutPlan, **wanted: int) -> PlannedLayout:
 
 def test_kimi_k25_on_eight_h100() -> None:
     plan = plan_layouts(KIMI_K25, "kimi", parse_gpus("8xH100"))
-    tp8, pp8 = only(plan, tp=8, pp=1, ep=1), only(plan, tp=1, pp=8)
+    tp8, pp8 = only(plan, tp=8, pp=1, ep=1, cp=1), only(plan, tp=1, pp=8)
+    split = only(plan, tp=8, pp=1, ep=1, cp=8)
     assert plan.picked is not None
-    assert plan.layouts[plan.picked] == tp8, "the layout that serves on GPUs"
+    assert plan.layouts[plan.picked] == split, "the layout that serves on GPUs and holds the most"
     assert 69 < tp8.weights_gib_per_gpu < 72
     assert tp8.kv_gib_total > 30
-    assert 57_000 < tp8.kv_tokens < 90_000, "every rank holds the whole latent"
+    assert tp8.kv_tokens / tp8.kv_gib_total * 30 == pytest.approx(57_300, rel=0.01), "every rank holds the whole latent"
+    assert split.kv_gib_total > 30
+    assert split.kv_tokens / split.kv_gib_total * 30 == pytest.approx(458_400, rel=0.01)
+    assert split.kv_tokens > 458_000
     assert pp8.kv_tokens > 3 * tp8.kv_tokens, "a stage holds the latent of its layers alone"
     assert "not yet served" in pp8.why
-    assert "do not fit" in only(plan, tp=4, pp=1, ep=1).why
+    assert "do not fit" in only(plan, tp=4, pp=1, ep=1, cp=1).why
+    assert (plan.vllm.tp, plan.vllm.pp, plan.vllm.fits) == (8, 1, False)
+
+
+@pytest.fixture(scope="module")
+def v3_on_eight_h200() -> LayoutPlan:
+    return plan_layouts(DEEPSEEK_V3, "v3", parse_gpus("8xH200"))
+
+
+def test_deepseek_v3_on_one_machine_and_on_two(v3_on_eight_h200: LayoutPlan) -> None:
+    one = v3_on_eight_h200
+    assert one.picked is not None
+    assert (one.layouts[one.picked].tp, one.layouts[one.picked].cp) == (8, 8)
+    assert (one.vllm.tp, one.vllm.pp, one.vllm.fits) == (8, 1, True)
+    assert one.layouts[one.picked].kv_tokens > 8 * one.vllm.kv_tokens
+    two = plan_layouts(DEEPSEEK_V3, "v3", parse_gpus("16xH100"))
+    assert "do not fit" in only(two, tp=8, pp=1, ep=1, cp=1).why
+    assert only(two, tp=8, pp=2, ep=1, cp=8).fits
+    assert (two.vllm.tp, two.vllm.pp, two.vllm.fits) == (8, 2, True)
+
+
+def test_a_split_context_holds_as_many_times_the_tokens(v3_on_eight_h200: LayoutPlan) -> None:
+    plan = v3_on_eight_h200
+    whole, split = only(plan, tp=8, pp=1, ep=1, cp=1), only(plan, tp=8, pp=1, ep=1, cp=8)
+    assert split.kv_tokens / split.kv_gib_total == pytest.approx(8 * whole.kv_tokens / whole.kv_gib_total, rel=0.001)
+
+
+def test_models_are_split_only_in_ways_that_they_have() -> None:
+    plan = plan_layouts(LLAMA_8B, "8b", parse_gpus("4xH100"))
+    assert {(one.ep, one.cp) for one in plan.layouts} == {(1, 1)}, "neither experts nor latent KV"
 
 
 @pytest.mark.parametrize("context", [0, -5])
@@ -58,8 +91,12 @@ def test_scout_needs_unbounded_kv_for_a_quarter_of_its_layers_only() -> None:
     plan = plan_layouts(scout, "scout", parse_gpus("2xH200"))
     pp2 = only(plan, tp=1, pp=2)
     assert pp2.fits
-    assert pp2.kv_gib_total > 56
-    assert pp2.kv_tokens > 700_000, "with 1 GiB per sequence for the layers with chunks, half of the memory at most"
+    ep2 = only(plan, tp=2, ep=2)
+    assert pp2.kv_gib_total > 56 < ep2.kv_gib_total
+    assert ep2.kv_tokens > 1_200_000 < pp2.kv_tokens + 10_000
+    assert ep2.batch == 10, "the layers with chunks hold 1 GiB per sequence"
+    short = only(plan_layouts(scout, "scout", parse_gpus("2xH200"), 32_768), tp=2, ep=2)
+    assert short.batch > 2 * ep2.batch
 
 
 def test_the_fastest_layout_that_is_served_is_picked() -> None:
@@ -90,7 +127,11 @@ def test_wrong_gpus_are_refused(text: str, message: str) -> None:
 def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["plan", str(tmp_path), "--gpus", "2xH100"]) == 0
-    assert f" of: stoker serve {tmp_path}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f" of: stoker serve {tmp_path} --tp 2\n" in printed
+    assert "vLLM's documented rule (tensor parallel size 1, pipeline parallel size 1, 92% of each GPU): " in printed
+    assert main(["plan", str(tmp_path), "--gpus", "1xH100", "--context", "9000"]) == 0
+    assert f" of: stoker serve {tmp_path} --kv-mean-tokens 9000\n" in capsys.readouterr().out
     assert main(["plan", str(tmp_path), "--gpus", "2xH100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     layout = found["layouts"][found["picked"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 
@@ -10,7 +11,7 @@ from stoker.base.ids import RequestId
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import ON_DEVICE, StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler, SchedulerConfig, plans_in_flight
 
 
 def request(number: int, num_prompt: int = 3, max_new: int = 50) -> GenerateRequest:
@@ -87,6 +88,77 @@ def test_every_request_ends_and_every_block_comes_back(seed: int) -> None:
     assert not scheduler.has_work
     assert pool.num_free == pool.num_blocks
     assert scheduler.counters.preemptions
+
+
+class VirtualPipeline:
+    """The engine's loop over stages that take a time per step, per decoding sequence and per prompt token. The first stage
+    launches a step, and samples after the last one."""
+
+    BASE_S, DECODE_S, PROMPT_S, HEAD_PART = 0.3e-3, 8e-6, 10e-6, 0.15
+
+    def __init__(self, stages: int, seed: int) -> None:
+        self._rng, self._stages = random.Random(seed), stages
+        config = SchedulerConfig(16, 2048, 128, stages=stages, target_itl_s=0.075)
+        self._scheduler = Scheduler(config, BlockPool(50_000))
+        self._free_s = [0.0] * stages
+        self.busy: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+        self._flying: deque[tuple[StepPlan, float, float]] = (
+            deque()
+        )  # with their launch and their end in the last stage
+        self._now_s = self._last_s = 0.0
+
+    def run(self, num_requests: int, per_s: float) -> float:
+        """Run requests that arrive at random. Return when the last one has ended."""
+        rng, arrivals, at_s = self._rng, deque[float](), 0.0
+        for _ in range(num_requests):
+            arrivals.append(at_s := at_s + rng.expovariate(per_s))
+        while arrivals or self._scheduler.has_work:
+            while arrivals and arrivals[0] <= self._now_s:
+                arrivals.popleft()
+                self._scheduler.add(request(len(arrivals), rng.randint(50, 2000), rng.randint(20, 200)))
+            plan = self._scheduler.plan()
+            if plan is not None:
+                self._launch(plan)
+            elif not self._flying:
+                self._now_s = arrivals[0]
+            most = plans_in_flight(self._stages) - 1 if plan is not None else len(self._flying) - 1
+            while len(self._flying) > max(0, most):
+                self._commit()
+        return self._now_s
+
+    def _step_s(self, plan: StepPlan) -> float:
+        num_decodes = sum(span.count == 1 for span in plan.spans)
+        step_s = self.BASE_S + num_decodes * self.DECODE_S + (plan.num_tokens - num_decodes) * self.PROMPT_S
+        return step_s * self._rng.uniform(1.0, 1.1)
+
+    def _launch(self, plan: StepPlan) -> None:
+        launched_s, step_s = self._now_s, self._step_s(plan)
+        self._now_s = end_s = self._work(0, self._now_s, step_s * (1 - self.HEAD_PART))
+        for stage in range(1, self._stages):
+            end_s = self._free_s[stage] = self._work(stage, max(end_s, self._free_s[stage]), step_s)
+        self._flying.append((plan, launched_s, end_s))
+
+    def _commit(self) -> None:
+        plan, launched_s, end_s = self._flying.popleft()
+        self._now_s = self._work(0, max(self._now_s, end_s), self._step_s(plan) * self.HEAD_PART)
+        token_ids = [[7] if span.samples else [] for span in plan.spans]
+        self._scheduler.commit(StepResult(token_ids, self._now_s - max(launched_s, self._last_s)))
+        self._last_s = self._now_s
+
+    def _work(self, stage: int, start_s: float, step_s: float) -> float:
+        self.busy[stage].append((start_s, start_s + step_s))
+        return start_s + step_s
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_stages_of_a_long_pipeline_are_rarely_idle(seed: int) -> None:
+    """Eight stages with random arrivals. While rows fill up at the start, and empty at the end, there is less to do."""
+    pipeline = VirtualPipeline(8, seed)
+    end_s = pipeline.run(num_requests=400, per_s=400.0)
+    first_s, last_s = 0.25 * end_s, 0.7 * end_s
+    for stage, worked in enumerate(pipeline.busy):
+        busy_s = sum(max(0.0, min(end, last_s) - max(start, first_s)) for start, end in worked)
+        assert busy_s / (last_s - first_s) > 0.97, f"stage {stage}"
 
 
 def _fields(one: GenerateRequest) -> dict[str, object]:

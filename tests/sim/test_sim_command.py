@@ -104,6 +104,7 @@ def test_steps_beyond_the_calibrated_bounds_are_reported(file: Path, capsys: pyt
         (("--unified", "-1"), "--unified -1"),
         (("--prefill", "1"), "--prefill 1"),
         (("--kv-blocks", "0"), "--kv-blocks 0"),
+        (("--kv-blocks", "100000000"), "can be simulated"),
         (("--rate", "0"), "--rate 0"),
         (("--spread", "2"), "--spread 2"),
         (("--concurrency", "0"), "--concurrency 0"),
@@ -138,6 +139,7 @@ def test_wrong_options_are_named(
         ({"step": {"knots": [1], "knot_s": [0.1], "row_s": -1}}, "step.row_s=-1"),
         ({"residuals": {"median": 0, "p90": 0, "range_share": 1.5}}, "residuals.range_share=1.5"),
         ({"surprise": 1}, "surprise"),
+        ({"bounds": {"rows": 1}}, "step_tokens"),
         ({"shape": {"block_tokens": "x"}}, "$.shape.block_tokens"),
     ],
 )

@@ -166,3 +166,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         turns(MooncakeTrace(path))
     with pytest.raises(ConfigError, match="line 1"):
         turns(MooncakeTrace(jsonl(tmp_path / "list.jsonl", [1, 2])))
+
+
+def test_deep_nesting_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path, depth = tmp_path / "deep.jsonl", 100_000
+    path.write_text('{"id":"a","block_size":64,"requests":[' + '{"requests":[' * depth + "]}" * depth + "]}")
+    with pytest.raises(ConfigError, match="line 1"):
+        turns(AgentSessions(path))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from stoker.base.errors import ConfigError
+from stoker.cli.serving import listen
+from stoker.up.footprint import footprint_words
+from stoker.up.placement.local import LocalPlacement
+from stoker.up.placement.ray_placement import RayPlacement
 from stoker.up.plan import HEAD, HOST, NODE_RANK, PORT, PYTHON, SECRET_FILE
-from tests.up.test_fleet_config import config_of, flags, plan_of
+from tests.up.test_fleet_config import MACHINE, config_of, flags, plan_of
 
 RAY = '[up]\nplacement = "ray"\n'
 
@@ -51,6 +55,10 @@ def test_a_placed_worker_learns_its_address_where_it_runs() -> None:
     assert "worker" not in plan.gateway_table  # they register themselves
 
 
+def test_workers_elsewhere_use_no_memory_of_this_machine() -> None:
+    assert list(footprint_words(config_of(f"{RAY}[[workers]]\ncount = 99"), {}, MACHINE)) == []
+
+
 def test_a_worker_on_several_nodes_gets_a_head() -> None:
     plan = plan_of(config_of(f"{RAY}[[workers]]\nnodes = 2\ntp = 2\npp = 2"))
     part = next(part for part in plan.parts if part.name == "unified-0")
@@ -58,3 +66,11 @@ def test_a_worker_on_several_nodes_gets_a_head() -> None:
     assert (found["--head"], found["--node-rank"], found["--nodes"]) == (HEAD, NODE_RANK, "2")
     assert (part.nodes, part.ranks_per_node) == (2, 2)
     assert [part.uses_gpus(are_there) for are_there in (False, True)] == [False, True]
+
+
+def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:
+    pytest.importorskip("ray")
+    with listen("127.0.0.1", 0) as bound:  # no process listens there
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"up.ray_address='{address}' cannot be reached: .*Connection refused"):
+            RayPlacement(address, LocalPlacement({}))

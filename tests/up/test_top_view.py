@@ -76,6 +76,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, count: int) -> None:
     workers = [worker(f"a-long-name-of-a-machine-{number}.example:8000") for number in range(count)]
     lines = top_lines(state(*workers, bottleneck="word " * 60), TopLook(width))
     assert max(map(len, lines)) <= width
+    assert all(any(f"-{number}.example:8000" in line for line in lines) for number in range(count))
     assert len(lines) >= count
 
 

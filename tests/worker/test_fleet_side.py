@@ -48,6 +48,7 @@ def test_the_worker_describes_itself(worker: Server) -> None:
         replay="tcp://127.0.0.1:5558",
         tokenizer="",
         volatile_lines=["x-anthropic-billing-header:"],
+        secret_id=FleetKey("open sesame").key_id,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from fake_engine import MAX_MODEL_TOKENS
 from http_server import Server
 
-from stoker.proto.messages import DraftReport
+from stoker.proto.messages import DraftReport, PoolReport
 from stoker.sched.draft_tape import MAX_DRAFTS
 from stoker.sched.request import GrammarSpec
 from stoker.worker.draft_metrics import output_kind
@@ -116,6 +116,9 @@ def test_a_forced_call_that_was_cut_off_is_a_tool_call() -> None:
     assert output_kind(False, GrammarSpec("json_schema", "{}")) == "json"
 
 
+WINDOW_POOL = PoolReport(name="window128", num_blocks=40, free_blocks=30, cached_blocks=20)
+
+
 def test_the_engines_counts_are_metrics(server: Server) -> None:
     padding = [0] * (MAX_DRAFTS - 2)
     reports = [
@@ -125,8 +128,10 @@ def test_the_engines_counts_are_metrics(server: Server) -> None:
     assert server.service.stats is not None
     server.service.stats = type(server.service.stats)(
         **{name: getattr(server.service.stats, name) for name in server.service.stats.__struct_fields__}
-        | {"drafts": reports, "draft_step_s": 2.0, "undrafted_s": 5.0}
+        | {"drafts": reports, "draft_step_s": 2.0, "undrafted_s": 5.0, "local_pools": [WINDOW_POOL]}
     )
+    assert metric(server, 'stoker_kv_local_blocks{reach="window128"}') == 40
+    assert metric(server, 'stoker_kv_local_blocks_free{reach="window128"}') == 30
     assert metric(server, "stoker_draft_speedup") == 2.5
     assert metric(server, "stoker_draft_undrafted_seconds_total") == 5
     assert metric(server, 'stoker_draft_spans_total{source="cache"}') == 4

@@ -8,7 +8,7 @@ from stoker.base import log as logs
 from stoker.engine.build import BuiltEngine
 from stoker.engine.gpu_memory import TOLERANCE_BYTES, MemoryLine
 from stoker.kv.store.measured_tier import MeasuredTier
-from stoker.proto.messages import DraftReport, EngineInfo, EngineStats, TierReport
+from stoker.proto.messages import DraftReport, EngineInfo, EngineStats, PoolReport, TierReport
 from stoker.spec.draft_counts import DraftCounts
 
 log = logs.EventLog("engine")
@@ -63,6 +63,15 @@ def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
         loaded_tokens=counters.loaded_tokens,
         pulled_tokens=counters.pulled_tokens,
         failed_loads=counters.failed_loads,
+        local_pools=[
+            PoolReport(
+                name=pool.reach.name,
+                num_blocks=pool.num_blocks,
+                free_blocks=pool.num_free,
+                cached_blocks=pool.num_named,
+            )
+            for pool in built.local_pools
+        ],
         tiers=[_tier_report(built, tier) for tier in (*built.store.tiers, *built.store.local_tiers)],
         drafts=draft_reports(built.draft_counts),
         draft_step_s=counters.draft_step_s,

@@ -37,6 +37,8 @@ class RankCommands:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.num_waited = 0
+        """The number of the last step whose end rank 0 has waited for."""
         self._number = 0
 
     def send(self, command: RankCommand, plan: StepPlan | None = None, update: KvUpdate | None = None) -> int:
@@ -52,9 +54,12 @@ class RankCommands:
 class RankedStep:
     """A step that all ranks execute."""
 
-    def __init__(self, pending: PendingStep, number: int, ranks: Ranks, finish: Callable[[], None] | None) -> None:
+    def __init__(
+        self, pending: PendingStep, number: int, commands: RankCommands, finish: Callable[[], None] | None
+    ) -> None:
         """`finish` tells the ranks to sample, where they do not do that at once."""
-        self._pending, self._number, self._ranks, self._finish = pending, number, ranks, finish
+        self._pending, self._number, self._commands, self._finish = pending, number, commands, finish
+        self._ranks = commands.ranks
 
     @property
     def plan(self) -> StepPlan:
@@ -69,6 +74,7 @@ class RankedStep:
             result = self._pending.wait()
         except ExchangeFailed as error:
             raise self._ranks.explain(error) from error
+        self._commands.num_waited = self._number
         self._ranks.expect(Kind.SAMPLED, self._number, digest_of(self._pending.token_bytes))
         self._ranks.check()
         return result
@@ -89,7 +95,7 @@ class RankedRunner:
             pending = self._runner.launch(plan)
         except ExchangeFailed as error:
             raise self._ranks.explain(error) from error
-        return RankedStep(pending, number, self._ranks, self._send_finish if self._is_deferred else None)
+        return RankedStep(pending, number, self._commands, self._send_finish if self._is_deferred else None)
 
     def warm_up(self) -> None:
         self._commands.send(RankCommand.WARM_UP)
@@ -158,6 +164,8 @@ class RankLoop:
                 self._finish_oldest()
         elif frame.command is RankCommand.KV:
             assert frame.update is not None
+            while not self._is_told and self._launched and self._launched[0][0] <= frame.update.after:
+                self._finish_oldest()
             self._kv.apply(frame.update)
         elif frame.command is RankCommand.CLOSE_KV:
             self._kv.close()

@@ -48,7 +48,13 @@ def find_place(
     stage, ranks = layout.stage_of(rank), range(layout.num_ranks)
     mesh: Mesh = ALONE
     if layout.tp > 1:
-        mesh = mesh_of(make_group(f"stage {stage}", tuple(r for r in ranks if layout.stage_of(r) == stage)), shard)
+        first = stage * layout.tp
+        in_stage = make_group(f"stage {stage}", tuple(range(first, first + layout.tp)))
+        context: Collectives | None = None
+        if layout.cp > 1:
+            holders = tuple(first + rank for rank in shard.context_ranks)
+            context = in_stage if layout.cp == layout.tp else make_group(f"context {holders[0]}", holders)
+        mesh = mesh_of(in_stage, shard, context)
     stages: Stages = ONE_STAGE
     if layout.pp > 1:
         pipeline = make_group(f"pipeline {shard.tp_rank}", tuple(r for r in ranks if r % layout.tp == shard.tp_rank))
@@ -71,17 +77,21 @@ def plan_shards(family: ModelFamily, resolved: ResolvedSettings) -> list[Shard]:
 
 
 def layer_bytes(family: ModelFamily, resolved: ResolvedSettings) -> tuple[list[int], int]:
-    """Return the bytes of each layer's weights, and those of the embedding, the last norm and the head."""
+    """Return the bytes of each layer's weights, and those of the embedding, the last norm and the head.
+
+    Memory is what GPUs lack. On a CPU stages should take equal times, and an embedding that is not the head too takes none."""
     layers: dict[int, int] = {}
-    ends_bytes = 0
+    ends: dict[str, int] = {}
     for name, parameter in build_model(family, resolved, torch.device("meta")).named_parameters():
         first, _, rest = name.partition(".")
         if first == "layers":
             number = int(rest.partition(".")[0])
             layers[number] = layers.get(number, 0) + parameter.nbytes
         else:
-            ends_bytes += parameter.nbytes
-    return [layers[i] for i in sorted(layers)], ends_bytes
+            ends[first] = ends.get(first, 0) + parameter.nbytes
+    if resolved.device.type == "cpu" and "head" in ends:
+        del ends["embedding"]
+    return [layers[i] for i in sorted(layers)], sum(ends.values())
 
 
 def compare_ranks(control: Collectives, facts: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from stoker.base.config import EngineSettings
@@ -70,6 +71,12 @@ class NodeBase:
         met = connect_head(settings, NodeHello(nodes.rank, nodes.count, rank, dict(facts)))
         self.link = met.link
         self.interface: str | None = met.interface
+        # Peers of other engines reach this rank's KV on the network of the head.
+        self.settings = replace(
+            settings,
+            handoff=replace(settings.handoff, host=met.interface),
+            store=replace(settings.store, mooncake_host=met.interface),
+        )
         self._orders = OrderReader(self.link, self._end)
 
     def order(self) -> LinkMessage:

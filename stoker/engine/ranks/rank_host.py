@@ -38,7 +38,7 @@ class RankHost(Protocol):
         """The addresses of the other ranks' KV servers, after `drive`."""
 
     def dismiss(self) -> None:
-        """Tell the ranks of other nodes that the engine is stopped, and will not start again."""
+        """Tell the ranks of other nodes that the engine ends, and will not start again. `close` must follow."""
 
     def close(self) -> None:
         """End all ranks."""

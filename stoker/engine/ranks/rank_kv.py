@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from stoker.base.log import EventLog
@@ -151,7 +152,7 @@ class RankKv:
         return closed
 
     def _send(self, update: KvUpdate) -> None:
-        self._commands.send(RankCommand.KV, update=update)
+        self._commands.send(RankCommand.KV, update=replace(update, after=self._commands.num_waited))
 
 
 def _joined(results: Sequence[LoadResult]) -> LoadResult:

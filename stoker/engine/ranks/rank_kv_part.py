@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from stoker.base.config import EngineSettings
+from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockId, BlockKey
 from stoker.engine.store import build_store
 from stoker.kv.blocks.transfer import BlockName, KvIdentity, KvLoad
@@ -16,6 +17,8 @@ from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.parallel.kv_frame import KvUpdate, LeaseChange
 from stoker.parallel.rank_link import Kind, LinkEnd, LinkMessage
+
+_MAX_PORT = 65535
 
 
 @dataclass(slots=True)
@@ -47,13 +50,14 @@ class RankKvPart:
         self._known: dict[str, dict[int, _KnownLease]] = {}
         self._closing: set[str] = set()
         self.leases = LeaseBook()
-        # Rank 0 has decided that a load is worth it, with its measured speeds; this rank has none.
+        # Rank 0 has decided that a load is worth it, by the prefill rate of all ranks. Without a rate, this rank refuses only a
+        # tier that is slower than any prefill.
         options = (identity, identity.fingerprint, lambda: None, self._report_results)
         self.store = build_store(settings, kv, *options, share=share, reports_events=False)
         self.server: PeerServer | None = None
         handoff = settings.handoff
         if handoff.serves:
-            own = replace(handoff, port=handoff.port + rank if handoff.port else 0)
+            own = replace(handoff, port=_port_of(handoff.port, rank))
             self.server = PeerServer(kv, identity, self.leases, own, lambda lease_id: None, engine_id)
 
     def start_loads(self, loads: Iterable[KvLoad]) -> None:
@@ -105,3 +109,12 @@ class RankKvPart:
                 changed.add(block.kv_set)
             for kv_set in changed:
                 self._report(LinkMessage(Kind.COPIED, kv_set, self._num_copied[kv_set]))
+
+
+def _port_of(first: int, rank: int) -> int:
+    """Return the port of a rank's KV server. `first` is rank 0's; 0: any free port."""
+    if first and first + rank > _MAX_PORT:
+        raise ConfigError(
+            f"--kv-port {first}: rank {rank} needs port {first + rank}; use a number below {_MAX_PORT - rank}"
+        )
+    return first + rank if first else 0

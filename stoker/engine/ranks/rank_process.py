@@ -79,6 +79,7 @@ def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable
     else:
         base = NodeBase(starter, settings, rank, rank_facts(source, settings))
         add_link(base.link)
+        settings = base.settings
     link = base.link
     threading.Thread(target=_beat, args=(base,), name="beat", daemon=True).start()
     meeting = base.order().table(Kind.MEET)

@@ -68,6 +68,7 @@ class RankProcesses:
         self._watch = RankWatch(1, _SILENT_S, _START_S, 0.0)
         self._connections: RankConnections | None = None
         self._is_closed = False
+        self._is_final = False  # the other nodes were told that the engine does not start again
         self._watching: threading.Thread | None = None
 
     # ---- RankHost
@@ -132,6 +133,8 @@ class RankProcesses:
             return [self._addresses[rank] for rank in sorted(self._addresses)]
 
     def dismiss(self) -> None:
+        with self._lock:
+            self._is_final = True
         self._tell_nodes(LinkMessage(Kind.BYE))
 
     def close(self) -> None:
@@ -303,7 +306,7 @@ class RankProcesses:
                     ended.add(rank)
                     messages.append((rank, None))
             with self._lock:
-                if self._is_closed:
+                if self._is_closed or self._is_final:
                     return
                 for rank, message in messages:
                     if message is not None:

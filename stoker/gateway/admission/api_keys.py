@@ -152,22 +152,27 @@ class ApiKeys:
 
 
 class AdminToken:
-    """An operator's bearer token: for /admin/* and every tenant's usage, or for /metrics only. None allows nothing."""
+    """An operator's bearer tokens: for /admin/* and every tenant's usage, or for /metrics only. None allows nothing.
 
-    def __init__(self, token: str | None, what: str = "admin") -> None:
-        if token is not None and len(token) < 16:
-            raise ConfigError(f"the {what} token has {len(token)} characters; use at least 16")
-        self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
+    There are two while a token is replaced.
+    """
+
+    def __init__(self, tokens: Sequence[str] = (), what: str = "admin") -> None:
+        for token in tokens:
+            if len(token) < 16:
+                raise ConfigError(f"the {what} token has {len(token)} characters; use at least 16")
+        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
 
     @property
     def configured(self) -> bool:
-        return self._digest is not None
+        return bool(self._digests)
 
     def allows(self, request: HasHeaders) -> bool:
         sent = request.header(b"x-admin-token") or sent_key(request)
-        if self._digest is None or not sent:
+        if not sent:
             return False
-        return hmac.compare_digest(hashlib.sha256(sent).digest(), self._digest)
+        digest = hashlib.sha256(sent).digest()
+        return any(hmac.compare_digest(digest, one) for one in self._digests)
 
 
 def sent_key(request: HasHeaders) -> bytes | None:

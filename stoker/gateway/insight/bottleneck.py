@@ -19,7 +19,8 @@ def bottleneck(values: Mapping[str, float | None], goals: LatencyGoals) -> str:
     if not value("workers"):
         return "No worker is connected: start one with `stoker serve`, or add its address with --worker."
     if not value("usable_workers"):
-        return f"None of the {value('workers'):.0f} workers can take a request: see their state on the page Fleet."
+        who = "The only worker cannot" if value("workers") == 1 else f"None of the {value('workers'):.0f} workers can"
+        return f"{who} take a request: see the state on the page Fleet."
     arrivals = value("requests_per_s") + value("refused_per_s")
     if not arrivals:
         if value("running_requests") >= 0.5:

@@ -45,6 +45,7 @@ class InsightBook:
         *,
         currency: str = "USD",
         has_prices: bool = False,
+        process: int = 0,
     ) -> None:
         self._metrics = metrics
         self._prices = prices
@@ -52,6 +53,7 @@ class InsightBook:
         self._read_gauges = read_gauges
         self._currency = currency
         self._has_prices = has_prices
+        self._process = process
         self._columns = SeriesColumns(metrics.ttft_s.bounds, metrics.itl_s.bounds)
         self._series = SeriesBook(self._columns.num_totals, self._columns.num_gauges)
         self._pending: list[_Pending] = []
@@ -158,6 +160,7 @@ class InsightBook:
             has_prices=self._has_prices,
             ttft_goal_ms=self._goals.ttft_ms,
             itl_goal_ms=self._goals.itl_ms,
+            process=self._process,
         )
 
     def requests(self, count: int) -> list[RequestDigest]:

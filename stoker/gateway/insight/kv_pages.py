@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from math import isfinite
 from typing import Any
 
 from stoker.base.ids import WorkerId
@@ -18,6 +19,7 @@ from stoker.proto.tier_metrics import read_tier_metrics
 _KEPT_S = 5.0  # how long the pages are not read again
 _DEADLINE_S = 4.0
 _AT_ONCE = 16
+_MOST = 1e15  # larger numbers on a page are wrong
 _STOKER = "stoker"
 # Names on a worker's /metrics page, and what they are called here.
 _NUMBERS = {
@@ -101,7 +103,7 @@ class KvPages:
             "answers": page is not None,
             "kv_used": member.kv_used if report else None,
             "block_tokens": block_tokens,
-            "capacity_tokens": int((num_blocks + tier_blocks) * block_tokens),
+            "capacity_tokens": int(min((num_blocks + tier_blocks) * block_tokens, _MOST)),
             "bytes_per_token": per_block[0] / block_tokens if per_block and block_tokens else None,
             "tiers": tiers,
             **numbers,
@@ -111,6 +113,11 @@ class KvPages:
 def _numbers(text: str) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the tiers and the other numbers of a worker's page. A page that cannot be read has none."""
     try:
-        return read_tier_metrics(text), {_NUMBERS[name]: float(value) for name, value in _SAMPLE.findall(text)}
+        tiers = {name: _possible(tier) for name, tier in read_tier_metrics(text).items()}
+        return tiers, _possible({_NUMBERS[name]: float(value) for name, value in _SAMPLE.findall(text)})
     except ValueError:
         return {}, {}
+
+
+def _possible(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in numbers.items() if isfinite(value) and 0 <= value <= _MOST}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from stoker.base.errors import Overloaded
-from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.admin_access import admin_refusal
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.reply import Reply, method_not_allowed
@@ -25,15 +25,20 @@ _LONGEST_S = 600.0  # then the stream ends, and the page opens another one
 _STALLED_S = 30.0  # a viewer that reads nothing for this long is disconnected
 _HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 
-log = EventLog("insight")
-
 
 class LiveStream:
     """Ticks the series once per second, and sends each tick to the viewers."""
 
-    def __init__(self, token: AdminToken, book: InsightBook, unix_time: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        token: AdminToken,
+        book: InsightBook,
+        errors: TaskErrors | None = None,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
         self._token = token
         self._book = book
+        self._errors = errors or TaskErrors()
         # Unix time that never goes back, so that a corrected clock does not disturb the series.
         self._offset_s = unix_time() - time.monotonic()
         self._task: asyncio.Task[None] | None = None
@@ -42,7 +47,7 @@ class LiveStream:
         self._event = b""
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="insight")
+        self._task = asyncio.get_running_loop().create_task(repeat("insight", self._tick, self._errors), name="insight")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -87,15 +92,11 @@ class LiveStream:
     def _now_event(self) -> bytes:
         return b"data: " + msgspec.json.encode(self._book.now()) + b"\n\n"
 
-    async def _run(self) -> None:
-        while True:
-            now_s = time.monotonic() + self._offset_s
-            await asyncio.sleep(1.0 - now_s % 1.0)
-            try:
-                self._book.tick(time.monotonic() + self._offset_s - 0.5)  # the second that has just ended
-                if self._num_viewers:
-                    self._event = self._now_event()
-            except Exception:  # the series must go on
-                log.error("tick_failed", exc_info=True)
-            ticked, self._ticked = self._ticked, asyncio.Event()
-            ticked.set()
+    async def _tick(self) -> None:
+        now_s = time.monotonic() + self._offset_s
+        await asyncio.sleep(1.0 - now_s % 1.0)
+        self._book.tick(time.monotonic() + self._offset_s - 0.5)  # the second that has just ended
+        if self._num_viewers:
+            self._event = self._now_event()
+        ticked, self._ticked = self._ticked, asyncio.Event()
+        ticked.set()

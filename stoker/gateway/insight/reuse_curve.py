@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import islice
 from math import log2
 
-_STRIDE = 8  # follows the blocks at positions 7, 15, 23, …
+_STRIDE = 16  # follows the blocks at positions 15, 31, 47, …
 _KEY_SHARE = 8  # and of these, those whose key is divisible by this
 RATE = _STRIDE * _KEY_SHARE
 _PER_OCTAVE = 4  # buckets for each doubling of the distance

@@ -254,7 +254,9 @@ class Gateway:
         keeps_charge = False
         try:
             envelope = parse(exchange.kind, request.body)
-            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases)
+            session = session_of(request.head.by_name, envelope, caller.tenant)
+            exchange.session = session.session
+            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases, session.session)
             began_s = parts.clock()
             put, drop = body_changes(envelope, caller)
             rename(envelope, model, put)
@@ -262,8 +264,6 @@ class Gateway:
             if conversation is None:
                 conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
             parts.metrics.keys_s.observe(parts.clock() - began_s)
-            session = session_of(request.head.by_name, envelope, caller.tenant)
-            exchange.session = session.session
             if caller.budgets.limits_sessions:
                 await parts.admission.charge_session(admitted, session.session)
             query = _query(model, envelope, session, conversation)

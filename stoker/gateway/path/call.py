@@ -20,7 +20,7 @@ from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.doctor.miss_parts import Cut
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
-from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, canary_place
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.running_usage import NOT_ADMITTED, RunningUsage
@@ -131,10 +131,12 @@ def given_request_id(given: bytes | None) -> bytes | None:
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
-def requested_model(name: str | None, fleet: Fleet, aliases: ModelAliases = NO_ALIASES) -> str:
+def requested_model(
+    name: str | None, fleet: Fleet, aliases: ModelAliases = NO_ALIASES, session: str | None = None
+) -> str:
     """Return the model that a request names. It may be omitted if the fleet serves only one."""
     if name:
-        return aliases.resolve(name, fleet.models()) if aliases else name
+        return aliases.resolve(name, fleet.models(), canary_place(session)) if aliases else name
     models = fleet.models()
     if len(models) == 1:
         return next(iter(models))

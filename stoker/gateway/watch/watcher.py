@@ -99,7 +99,6 @@ class Watcher:
         self._load_probe = load_probe
         self._signer = context.signers.signer(spec)
         self._is_proven = self._signer is None  # whether the worker's last answer proved that it has the fleet's secret
-        self._event_security = event_security(None if self._signer is None else context.signers.key)
         self._pool = ConnectionPool(Origin.from_url(spec.url), ClientLimits(max_idle=2), self._signer)
         self._headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
         self._random = random.Random(spec.worker_id)
@@ -381,16 +380,18 @@ class Watcher:
         model = next((name for name in self._models if makers.exact(name) is not None), None)
         block_tokens = makers.block_tokens(model) if model is not None else None
         stores = dict(info.stores) if info else {}
-        following = (events, replay, info.worker_id if info else None, block_tokens, self._models, stores)
+        key, secret_id = self._context.signers.key, info.secret_id if info else None
+        following = (events, replay, info.worker_id if info else None, block_tokens, self._models, stores, secret_id)
         if following == self._following:
             return
         self._unfollow()
         self._following = following
         zmq_context = self._context.zmq_context
         is_stoker = spec.dialect == _STOKER
+        security = event_security(None if self._signer is None or key is None else key.with_id(secret_id))
         if block_tokens is None:
             if is_stoker:
-                self._follower = LoadListener(zmq_context, events, self._on_report, self._event_security)
+                self._follower = LoadListener(zmq_context, events, self._on_report, security)
             return
         indexes = {id(index): index for index in (self._context.indexes[name] for name in self._models)}
         index = WorkerIndex(spec.worker_id, list(indexes.values()))
@@ -407,7 +408,7 @@ class Watcher:
             rekeyer,
             snapshots=is_stoker,
             on_report=on_report,
-            security=self._event_security,
+            security=security,
         )
 
     def _unfollow(self) -> None:

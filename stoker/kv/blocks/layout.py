@@ -109,8 +109,12 @@ class KvLayout:
     dtype_bytes: int
     first_head: int = 0
     held_heads: int | None = None  # None: all
+    part: int = 0  # this rank's part of the tokens of each block, if `num_parts` ranks split the context
+    num_parts: int = 1
 
     def __post_init__(self) -> None:
+        if self.block_tokens % self.num_parts:
+            raise ValueError(f"blocks of {self.block_tokens} tokens cannot be split into {self.num_parts} parts")
         counts = [group.num_heads for group in self.groups]
         if gcd(*counts) != min(counts):
             raise ValueError(f"groups with {counts} heads: each number must be a multiple of the smallest")
@@ -159,7 +163,12 @@ class KvLayout:
 
     def page_bytes(self, group: KvGroup) -> int:
         """Return the bytes of one head in one segment. They are contiguous whatever heads a rank holds."""
-        return self.block_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+        return self.page_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a block that this rank holds."""
+        return self.block_tokens // self.num_parts
 
     @cached_property
     def places(self) -> tuple[GroupLayout, ...]:
@@ -185,14 +194,16 @@ class KvLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the bytes of this rank, so that blocks of ranks with different heads or layers are never mixed up."""
+        """Identifies the bytes of this rank, so that blocks of ranks with different heads, layers or tokens are never mixed
+        up."""
         return self._shape(self.num_heads) + self.shard_name
 
     @property
     def shard_name(self) -> str:
-        """The heads and the layers of this rank: a text that differs between ranks that hold different bytes. It is empty
+        """The heads, tokens and layers of this rank: a text that differs between ranks that hold different bytes. It is empty
         for a rank that holds all of them."""
         heads = "" if self.num_heads == self.model_heads else f"@{self.first_head}/{self.model_heads}"
+        heads += "" if self.num_parts == 1 else f"%{self.part}/{self.num_parts}"
         if all(len(group.layers) == group.num_layers for group in self.groups):
             return heads
         return f"{heads}#" + "+".join(f"{group.layers.start}-{group.layers.stop}" for group in self.groups)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.kernels.attention_grid import LayerSlots
+from stoker.kernels.block_split import ALL_TOKENS, BlockSplit
 from stoker.kernels.reach import Reach
 from stoker.kernels.transfer import to_device
 from stoker.kv.blocks.layout import GroupLayout, KvGroup, KvLayout
@@ -37,6 +38,12 @@ class GroupKv:
     kind: str  # see KvGroup
     extent: int
     kv_set: int = 0  # whose block tables the group uses
+    split: BlockSplit = ALL_TOKENS  # which tokens of each block are here
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a block that are here."""
+        return self.split.page_tokens(self.block_tokens)
 
     @cached_property
     def reach(self) -> Reach:
@@ -182,6 +189,7 @@ def _group_kv(blocks: Tensor, place: GroupLayout, layout: KvLayout, dtype: torch
         kind=place.group.kind,
         extent=place.group.extent,
         kv_set=kv_set,
+        split=BlockSplit(layout.part, layout.num_parts),
     )
 
 

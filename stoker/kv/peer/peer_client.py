@@ -147,32 +147,34 @@ class PeerClient:
         kv_set: int = 0,
     ) -> int:
         """Pull full blocks of the lease in a KV set into new host memory as they become ready, and pass them to `into`, until the
-        lease is complete. Returns how many there were. An engine with several ranks is supported only if one of them has
-        all our layers and heads."""
+        lease is complete. Returns how many there were."""
         shares = self._shares(ticket, deadline_s, kv_set)
-        if len(shares) > 1:
-            raise PeerUnavailable(f"{len(shares)} ranks hold our layers and heads; read-ahead supports only one")
         layout, first, count = self._kv.sets[kv_set].layout, 0, 0
         opens_by_s = time.monotonic() + _LEASE_OPEN_TIMEOUT_S
-        part = block_slice(layout, layout.whole_part)
+        parts = [block_slice(layout, share.part) for share in shares]
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
         while True:
             data: list[HostBytes] = [np.empty(layout.block_bytes, np.uint8) for _ in range(num_blocks)]
             for buffer in data:
                 buffer[layout.used_bytes :] = 0  # no peer sends these bytes
-            pull = PullProgress(HostSink(data, part, None), [False] * num_blocks, deadline_s)
-            failure, is_end = None, False
-            try:
-                view = self._round(shares[0], ticket.lease_id, first, None, pull, opens_by_s)
-                is_end = view.complete and view.num_ready <= first + pull.num_done
-            except PeerUnavailable as error:
-                failure = error
+            pulls = [PullProgress(HostSink(data, part, None), [False] * num_blocks, deadline_s) for part in parts]
+            failure, is_end = None, True
+            for share, pull in zip(shares, pulls, strict=True):
+                try:
+                    view = self._round(share, ticket.lease_id, first, None, pull, opens_by_s)
+                    is_end = is_end and view.complete and view.num_ready <= first + pull.num_done
+                except PeerUnavailable as error:
+                    failure = error
+                    break
+            # Blocks that not all ranks have brought are pulled again.
+            num_done, names = min(pull.num_done for pull in pulls), pulls[0].names
             # Only full blocks have names: the last block of a lease may be partly filled.
-            good = [i for i in range(min(pull.num_done, len(pull.names))) if pull.filled[i]]
+            good = [i for i in range(min(num_done, len(names))) if all(pull.filled[i] for pull in pulls)]
             if good:
-                into([pull.names[i] for i in good], [data[i] for i in good])
-            self._count(len(good), pull.num_corrupt, layout.block_bytes)
-            first, count = first + pull.num_done, count + len(good)
+                into([names[i] for i in good], [data[i] for i in good])
+            for pull, part in zip(pulls, parts, strict=True):
+                self._count(sum(pull.filled), pull.num_corrupt, part.total_bytes)
+            first, count = first + num_done, count + len(good)
             if failure is not None:
                 if not count:
                     raise failure
@@ -267,6 +269,8 @@ class PeerClient:
     def _shares(self, ticket: KvTicket, deadline_s: float, kv_set: int) -> list[_RankShare]:
         """Return which rank provides which part of the blocks of a KV set, so that all of ours is covered once."""
         ours, peers, failure = self._kv.sets[kv_set].layout, [], None
+        if ours.num_parts > 1:
+            raise PeerUnavailable("our ranks split the context (--cp), and peers send whole blocks")
         first = self._peer(ticket.address, ticket.engine_id)
         try:
             first.ensure_handshake(deadline_s - time.monotonic())

@@ -163,12 +163,9 @@ class KvStore:
 
     def offer(self, offered: list[OfferedBlock]) -> None:
         """Offer newly computed blocks to the tiers."""
-        if not offered:
-            return
         self._others.offer(offered)
-        mark = self._io.mark()  # on a rank that only follows plans, the step that computes a block may still run
         for number, one in enumerate(self.sets):
-            one.write_behind.offer([block for block in offered if block.kv_set == number], mark)
+            one.write_behind.offer([block for block in offered if block.kv_set == number])
 
     def take_copied(self) -> list[OfferedBlock]:
         """Return offered blocks that need not be held any longer."""

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName, OfferedBlock, TierUnavailable
 from stoker.kv.device.checksum import checksum
-from stoker.kv.store.block_io import BlockIo, HostBytes, Mark
+from stoker.kv.store.block_io import BlockIo, HostBytes
 from stoker.kv.store.buffer_pool import BufferPool
 from stoker.kv.store.measured_tier import MeasuredTier
 
@@ -106,15 +106,14 @@ class WriteBehind:
         self._buffers = buffers
         self._wake = wake
         self._writers = [_Writer(tier, buffers, stored) for tier in tiers]
-        self._offered: SimpleQueue[tuple[list[OfferedBlock], Mark] | None] = SimpleQueue()
+        self._offered: SimpleQueue[list[OfferedBlock] | None] = SimpleQueue()
         self._copied: deque[OfferedBlock] = deque()
         self._thread = threading.Thread(target=self._run, name="kv-offer", daemon=True)
         self._thread.start()
 
-    def offer(self, offered: list[OfferedBlock], mark: Mark) -> None:
-        """Take in blocks that are computed by the work before the mark."""
+    def offer(self, offered: list[OfferedBlock]) -> None:
         if offered:
-            self._offered.put((offered, mark))
+            self._offered.put(offered)
 
     def take_copied(self) -> list[OfferedBlock]:
         """Return offered blocks that need not be held any longer."""
@@ -132,14 +131,12 @@ class WriteBehind:
             writer.close(timeout_s)
 
     def _run(self) -> None:
-        while (offer := self._offered.get()) is not None:
-            offered, mark = offer
-            mark.wait()
-            wanted = self._wanted([block.name.key for block in offered])
-            for block, writers in zip(offered, wanted, strict=True):
+        while (offered := self._offered.get()) is not None:
+            wanted = self._wanted([offer.name.key for offer in offered])
+            for offer, writers in zip(offered, wanted, strict=True):
                 if writers:
-                    self._stage(block, writers)
-                self._copied.append(block)
+                    self._stage(offer, writers)
+                self._copied.append(offer)
             self._wake()
 
     def _wanted(self, keys: list[BlockKey]) -> list[list[_Writer]]:

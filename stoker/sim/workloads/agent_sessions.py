@@ -44,7 +44,10 @@ class AgentSessions:
         for start_s, at in starts:
             where, row = rows[at]
             start_s /= self.speedup
-            turns = list(self._turns(row, where, start_s))
+            try:
+                turns = list(self._turns(row, where, start_s))
+            except RecursionError:
+                raise ConfigError(f"{where}: sub-agents are nested too deeply") from None
             if left is not None:
                 turns = turns[:left]
                 left -= len(turns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,7 @@ from stoker.up.supervisor import StopMode
 _POLL_S = 5.0  # a call of an actor that has no news lasts this long
 _PATIENCE_S = 10.0  # after this time without a place, the log says what the worker waits for
 _CUT_OFF_S, _RETRY_S = 10.0, 0.5  # Ray declares an actor dead within seconds, if its node or process is gone
+_CONNECT_S = 5.0
 _LAST_LINES_S = 1.0
 _LOST = 1  # the exit code of a part whose node is lost
 
@@ -114,7 +116,8 @@ class RayPart:
         future = asyncio.ensure_future(_resolved(ref))
         done, _ = await asyncio.wait({future}, timeout=_PATIENCE_S)
         if not done:
-            free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}
+            available = self._ray.available_resources()
+            free = {name: available.get(name, 0) for name in ("CPU", "GPU")}
             self._say(f"waits for Ray to find {needs}; the cluster has {free} free")
         return await future
 
@@ -181,6 +184,7 @@ class RayPlacement:
             raise ConfigError(f'up.placement="ray" needs Ray: {install_command("ray")}') from error
         self._ray: Any = ray
         self._local = local
+        _check_reachable(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -209,6 +213,19 @@ class RayPlacement:
 
     def close(self) -> None:
         self._ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError if nothing answers at HOST:PORT. Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():  # `auto`
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ConfigError(
+            f"up.ray_address={address!r} cannot be reached: {error}; start Ray there with `ray start --head`"
+        ) from error
 
 
 async def _resolved(ref: Any) -> Any:

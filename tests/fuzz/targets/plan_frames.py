@@ -49,6 +49,7 @@ def seeds() -> list[bytes]:
     )
     name = BlockName(_KEY, _KEY, (1, 2), "")
     update = KvUpdate(
+        1,
         [OfferedBlock(name, BlockId(3))],
         [LeaseChange("lease", 0, 1, [_KEY], [BlockId(7)], [name], 2, True)],
         ["other"],

@@ -117,15 +117,22 @@ def test_a_client_may_wait_longer_but_not_push_ahead() -> None:
 
 
 def test_the_admin_token() -> None:
-    token = AdminToken("a-long-admin-token")
+    token = AdminToken(["a-long-admin-token"])
     assert token.allows(Headers(authorization="Bearer a-long-admin-token"))
     assert token.allows(Headers(x_admin_token="a-long-admin-token"))
     assert not token.allows(Headers(authorization="Bearer a-long-admin-tokeN"))
     assert not token.allows(Headers())
-    assert not AdminToken(None).allows(Headers(authorization="Bearer "))
-    assert not AdminToken(None).configured
+    assert not AdminToken().allows(Headers(authorization="Bearer "))
+    assert not AdminToken().configured
     with pytest.raises(ConfigError, match="at least 16"):
-        AdminToken("short")
+        AdminToken(["a-long-admin-token", "short"])
+
+
+def test_two_admin_tokens_are_accepted_while_one_is_replaced() -> None:
+    tokens = AdminToken(["the-new-admin-token", "the-old-admin-token"])
+    assert tokens.allows(Headers(authorization="Bearer the-new-admin-token"))
+    assert tokens.allows(Headers(authorization="Bearer the-old-admin-token"))
+    assert not tokens.allows(Headers(authorization="Bearer the-new-admin-token\nthe-old-admin-token"))
 
 
 def test_a_key_of_a_newer_version_keeps_no_other_from_being_revoked(tmp_path: Path) -> None:

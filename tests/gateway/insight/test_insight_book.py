@@ -183,7 +183,8 @@ def test_requests_without_a_worker_or_route_are_counted() -> None:
     ("values", "word"),
     [
         ({}, "No worker is connected"),
-        ({"workers": 2}, "None of the 2 workers"),
+        ({"workers": 1}, "The only worker cannot take a request"),
+        ({"workers": 2}, "None of the 2 workers can"),
         ({"workers": 2, "usable_workers": 2}, "Idle"),
         ({"workers": 2, "usable_workers": 2, "running_requests": 3}, "3 requests are running"),
         ({"requests_per_s": 8, "refused_per_s": 2}, "20% of the requests are refused"),

@@ -28,6 +28,7 @@ stoker_kv_tier_blocks{tier="host"} 10
 stoker_kv_tier_used_bytes{tier="host"} 10240
 stoker_kv_tier_capacity_bytes{tier="host"} 102400
 """
+IMPOSSIBLE = PAGE.replace(b"102400", b"inf").replace(b"40", b"nan").replace(b"100\n", b"-5\n")
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "user": "s1"}
 
 
@@ -38,7 +39,7 @@ class Insight:
         self.world = World()
         self.page = page
         self.num_reads = 0
-        token = AdminToken(TOKEN)
+        token = AdminToken([TOKEN])
         kv = KvPages(self.world.fleet, self.world.insight.reuse, self.read_page, self.world.clock.now)
         self.live = LiveStream(token, self.world.insight)
         self.world.change(insight_pages=InsightEndpoint(token, self.world.insight, kv), live=self.live)
@@ -113,7 +114,9 @@ def test_a_request_is_shown_with_its_route_and_its_gaps() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("page", [PAGE, None, b"stoker_kv_blocks many\n\xff"])
+@pytest.mark.parametrize(
+    "page", [PAGE, None, b"stoker_kv_blocks many\n\xff", PAGE.replace(b" 10", b" 1e308"), IMPOSSIBLE]
+)
 def test_the_kv_page_has_the_tiers_of_workers_that_answer(page: bytes | None) -> None:
     async def main() -> None:
         insight = Insight(page)

@@ -9,7 +9,9 @@ import pytest
 from mocks import answers
 from world import World
 
-from stoker.gateway.path.model_aliases import ModelAliases
+from stoker.base.errors import ConfigError
+from stoker.gateway.config import load
+from stoker.gateway.path.model_aliases import ModelAliases, canary_place
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 
 ANSWER = {"id": "c", "object": "chat.completion", "choices": []}
@@ -50,3 +52,28 @@ def test_the_worker_gets_the_models_own_name() -> None:
             assert (await world.get("/v1/models/nope")).status == 404
 
     asyncio.run(main())
+
+
+def test_a_share_of_the_sessions_goes_to_a_canary() -> None:
+    aliases = ModelAliases({"chat": "v1"}, {"chat": ("v2", 0.1), "v1": ("v2", 0.1)})
+    sessions = [f"session {i}" for i in range(2000)]
+    for name in ("chat", "v1"):
+        got = [aliases.resolve(name, ("v1", "v2"), canary_place(session)) for session in sessions]
+        assert 0.07 < got.count("v2") / len(got) < 0.13
+        assert got == [aliases.resolve(name, ("v1", "v2"), canary_place(session)) for session in sessions]
+        assert {aliases.resolve(name, ("v1",), canary_place(session)) for session in sessions} == {"v1"}
+    assert {aliases.resolve("chat", ("v1", "v2"), canary_place(None)) for _ in range(500)} == {"v1", "v2"}
+    assert aliases.resolve("v2", ("v1", "v2"), 0.0) == "v2"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ({"name": "a*", "model": "m", "share": 0.5},),
+        ({"name": "a", "model": "m", "share": 0.0},),
+        ({"name": "a", "model": "m", "share": 0.5}, {"name": "a", "model": "n", "share": 0.2}),
+    ],
+)
+def test_wrong_shares_are_refused(wrong: tuple[dict[str, object], ...]) -> None:
+    with pytest.raises(ConfigError, match="alias"):
+        load(None, {"alias": list(wrong)})

@@ -99,7 +99,7 @@ def usage_of(store: Store | None, keys: ApiKeys | None = None) -> UsageEndpoint:
                 KeySettings("blue-0", hashlib.sha256(b"sk-blue").hexdigest(), tenant="blue"),
             ]
         )
-    return UsageEndpoint(store, keys, AdminToken(ADMIN), unix_time=lambda: 3.0 * DAY)
+    return UsageEndpoint(store, keys, AdminToken([ADMIN]), unix_time=lambda: 3.0 * DAY)
 
 
 def ask(store: Store | None, query: str = "", key: str | None = ADMIN) -> Reply:

@@ -54,6 +54,8 @@ QUICK = WatchSettings(probe_s=0.02, connect_s=LONG_S, answer_s=LONG_S, learn_s=0
 # One late health check may be this machine's fault; five in a row are not.
 HURRIED = replace(QUICK, answer_s=0.3, late_probes=5)
 
+OLD, NEW = "the old secret of this fleet", "the new secret of this fleet"
+
 
 class World:
     def __init__(self, settings: WatchSettings = QUICK, **more: Any) -> None:
@@ -241,6 +243,54 @@ def test_a_draining_worker_gets_no_requests_and_a_restarted_one_is_read_again(fo
         await until(lambda: list(world.indexes["m"].match(keys)) == [W])
         await world.close()
         await again.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("of_worker", "of_gateway"),
+    [
+        (OLD, f"{OLD}\n{NEW}"),
+        (f"{OLD}\n{NEW}", OLD),
+        (f"{NEW}\n{OLD}", f"{OLD}\n{NEW}"),
+        (f"{OLD}\n{NEW}", f"{NEW}\n{OLD}"),
+        (NEW, f"{NEW}\n{OLD}"),
+    ],
+    ids=[
+        "first gateways",
+        "then workers",
+        "workers sign with the new one",
+        "gateways too",
+        "workers forget the old one",
+    ],
+)
+def test_the_secret_is_replaced_one_process_at_a_time(folder: Path, of_worker: str, of_gateway: str) -> None:
+    """At each stage, requests are signed and proven, and events are followed."""
+
+    async def main() -> None:
+        worker = await Ours(folder, secret=of_worker).start()
+        world = World(signers=WorkerSigners(FleetKey(of_gateway)))
+        world.watch(worker.url)
+        await until(lambda: world.is_usable and "m" in world.fleet.models())
+        tokens = list(range(64))
+        keys = token_keys(array("I", tokens), root_key(None), BLOCK)
+        worker.compute(tokens)
+        await until(lambda: bool(world.indexes["m"].match(keys)))
+        await world.close()
+        await worker.stop()
+
+    run(main())
+
+
+def test_another_secret_is_not_accepted_while_one_is_replaced(folder: Path) -> None:
+    async def main() -> None:
+        worker = await Ours(folder, secret=f"{OLD}\n{NEW}").start()
+        world = World(signers=WorkerSigners(FleetKey("the secret of another fleet")))
+        world.watch(worker.url)
+        await until(lambda: world.watchers._watchers[W]._state is not None)
+        assert not world.is_usable
+        await world.close()
+        await worker.stop()
 
     run(main())
 

@@ -37,9 +37,10 @@ from kv.peer_world import (
 
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
-from stoker.base.ids import BlockId
+from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.layout import BlockSlice, KvLayout
-from stoker.kv.blocks.transfer import KvTicket, PeerUnavailable
+from stoker.kv.blocks.transfer import BlockName, KvTicket, PeerUnavailable
+from stoker.kv.device.checksum import HostBytes
 from stoker.kv.peer.block_bytes import BlockSink
 from stoker.kv.peer.lease_book import LeaseView
 from stoker.kv.peer.peer_wire import VERSION, BadFrame, BlockReply, BlockRequest, PeerConnection
@@ -417,6 +418,33 @@ def test_ranks_that_lack_some_of_our_heads_are_refused() -> None:
         with pytest.raises(PeerUnavailable, match="heads 0 to 4 of layers 0 to 3") as refused:
             puller.pull(half.ticket(), keys(2), block_ids(0, 1))
         assert refused.value.code == "kv_ranks_missing"
+
+
+def test_reading_ahead_brings_the_blocks_that_all_ranks_have() -> None:
+    ranks = [World(ServerSetup(rank(LAYOUT, number, 2, 2), settings=TCP, engine_id="one")) for number in range(4)]
+    ranks[0].join([one.server.address for one in ranks[1:]])
+    found: dict[BlockKey, bytes] = {}
+
+    def into(some: list[BlockName], data: list[HostBytes]) -> None:
+        found.update({name.key: one.tobytes() for name, one in zip(some, data, strict=True)})
+
+    blocks = block_ids(4, 7, 2, 9)
+    with closing(puller := Puller(settings=TCP), *ranks):
+        for number, one in enumerate(ranks):
+            one.leases.put("L", keys(4), blocks, 1 + number, False, names(4))
+        counts: list[int] = []
+        deadline_s = time.monotonic() + PATIENCE_S
+        reading = threading.Thread(
+            target=lambda: counts.append(puller.client.read_ahead(ranks[0].ticket(), into, deadline_s)), daemon=True
+        )
+        reading.start()
+        wait_until(lambda: len(found) == 1)
+        for one in ranks:
+            one.leases.put("L", keys(4), blocks, 4, True, names(3))
+        reading.join(PATIENCE_S)
+        assert counts == [3]
+    expected = contents(LAYOUT, 32)[[4, 7, 2]]
+    assert [found[name.key] for name in names(3)] == [raw(block) for block in expected]
 
 
 def test_without_one_of_several_ranks_no_block_is_pulled() -> None:

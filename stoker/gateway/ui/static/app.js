@@ -1,8 +1,8 @@
 // The shell of the dashboard: the token, the pages, the theme and the stream.
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
-import { follow, getJson, getToken, setToken } from "./api.js";
-import { Failure } from "./parts.js";
+import { follow, getJson, getToken, setProcess, setToken } from "./api.js";
+import { Empty, Failure } from "./parts.js";
 import { Now } from "./pages/now.js";
 import { Fleet } from "./pages/fleet.js";
 import { Kv } from "./pages/kv.js";
@@ -69,7 +69,7 @@ function App() {
   const [page, setPage] = useState(pageOf());
   const [now, setNow] = useState(null);
   const [status, setStatus] = useState(null);
-  const [isStale, setStale] = useState(false);
+  const [stale, setStale] = useState(null); // why there is no stream
   const [theme, toggleTheme] = useTheme();
 
   const leave = (failed) => {
@@ -104,10 +104,11 @@ function App() {
     if (!isValid) return undefined;
     return follow(
       (state) => {
+        if (status.processes > 1) setProcess(state.process);
         setNow(state);
-        setStale(false);
+        setStale(null);
       },
-      (failed) => (failed.status === UNAUTHORIZED ? leave(failed) : setStale(true)),
+      (failed) => (failed.status === UNAUTHORIZED ? leave(failed) : setStale(failed)),
     );
   }, [isValid]);
   useEffect(() => {
@@ -124,15 +125,17 @@ function App() {
         ${PAGES.map(([key, text]) => html`<a href=${`#/${key}`} aria-current=${key === page ? "page" : null}>${text}</a>`)}
       </nav>
       <span class="tools">
-        ${isStale && html`<span class="badge bad" role="status">no connection</span>`}
-        ${status && status.processes > 1 && html`<span class="badge">process ${status.process} of ${status.processes}</span>`}
+        ${stale && html`<span class="badge bad" role="status">no connection</span>`}
+        ${now && status.processes > 1 && html`<span class="badge">process ${now.process} of ${status.processes}</span>`}
         <button type="button" onClick=${toggleTheme} aria-label=${`Use the ${theme === "dark" ? "light" : "dark"} theme`}>${theme === "dark" ? "☀" : "☾"}</button>
         <button type="button" onClick=${() => leave(null)}>Sign out</button>
       </span>
     </header>
     <main id="main" tabindex="-1">
       <h1 class="hidden">${name}</h1>
-      <${Page} now=${now} theme=${theme} status=${status} />
+      ${now
+        ? html`<${Page} key=${now.process} now=${now} theme=${theme} status=${status} />`
+        : html`<${Failure} error=${stale} />${!stale && html`<${Empty}>Reading the state of the gateway…</${Empty}>`}`}
     </main>`;
 }
 

@@ -23,7 +23,7 @@ export function ratioAt(points, tokens) {
 
 function advice(kv) {
   const { points, now } = kv.reuse;
-  if (!points.length) return "No prompts were long enough yet. One block in 64 is followed, so the curve needs some traffic.";
+  if (!points.length) return "No prompts were long enough yet. One block in 128 is followed, so the curve needs some traffic.";
   if (!kv.capacity_tokens || now === null) return "The size of the workers' memory is not known: only Stoker workers report it.";
   const twice = ratioAt(points, 2 * kv.capacity_tokens);
   const gain = 100 * (twice - now);
@@ -117,7 +117,7 @@ export function Kv({ now, theme }) {
   const [misses] = usePolled("/admin/misses", 5000);
   if (!kv) return html`<${Failure} error=${error} />${!error && html`<${Empty}>Reading the workers' KV memory…</${Empty}>`}`;
   const tiers = tiersOf(kv.workers);
-  const values = now ? now.values : {};
+  const values = now.values;
   return html`<${Failure} error=${error} />
     <${Curve} kv=${kv} theme=${theme} />
     <${Panel} title="Tiers below the device" note=${`Last minute: ${perSecond(values.cached_host_tokens_per_s)} tokens from host memory, ${perSecond(values.cached_disk_tokens_per_s)} from disks and shared stores. A tier is read only for prompts of at least “loads from” tokens, because computing fewer is faster.`}>

@@ -3,7 +3,7 @@
 import { html, useEffect, useMemo, useState } from "../vendor/htm-preact.js";
 import { getJson } from "../api.js";
 import { count, ms, money, perSecond, percent, seconds } from "../format.js";
-import { Empty, Failure, Segments, Tile } from "../parts.js";
+import { Failure, Segments, Tile } from "../parts.js";
 import { Plot } from "../charts.js";
 
 const RANGES = [
@@ -55,7 +55,7 @@ function useSeries(step, now) {
     };
   }, [step]);
   useEffect(() => {
-    if (!now || !series || step !== "1") return;
+    if (!series || step !== "1") return;
     const time = Math.floor(now.time_s);
     if (time <= series.times_s[series.times_s.length - 1]) return;
     const columns = {};
@@ -107,7 +107,6 @@ function Tiles({ now }) {
 export function Now({ now, theme }) {
   const [step, setStep] = useState("1");
   const [series, error] = useSeries(step, now);
-  if (!now) return html`<${Empty}>Reading the state of the gateway…</${Empty}>`;
   return html`<p class="bottleneck" role="status">${now.bottleneck}</p>
     <${Tiles} now=${now} />
     <p class="note">The numbers above are those of the last minute.</p>

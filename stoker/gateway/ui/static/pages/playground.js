@@ -113,7 +113,7 @@ export function Playground({ now }) {
       <${Panel} title="This answer">
         ${stats ? html`<${Numbers} stats=${stats} />` : html`<${Empty}>No answer yet.</${Empty}>`}
       </${Panel}>
-      ${stats && stats.isDone && stats.id && html`<${Details} key=${stats.id} id=${stats.id} currency=${now ? now.currency : ""} />`}
+      ${stats && stats.isDone && stats.id && html`<${Details} key=${stats.id} id=${stats.id} currency=${now.currency} />`}
     </div>
   </div>`;
 }

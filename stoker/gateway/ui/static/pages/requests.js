@@ -114,7 +114,7 @@ export function Requests({ now }) {
   return html`<${Failure} error=${error} />
     ${selected &&
     html`<${Selection} title=${`Request ${selected}`} onClose=${() => setSelected(null)}>
-      <${Details} key=${selected} id=${selected} currency=${now ? now.currency : ""} />
+      <${Details} key=${selected} id=${selected} currency=${now.currency} />
     </${Selection}>`}
     <${Panel} title="Latest requests" actions=${html`<input type="search" aria-label="Filter requests" placeholder="Filter" value=${filter} onInput=${(e) => setFilter(e.target.value)} />`}>
       ${rows.length

@@ -49,7 +49,7 @@ function Turns({ session, currency }) {
 export function Sessions({ now }) {
   const [found, error] = usePolled("/admin/sessions?n=200", 3000);
   const [selected, setSelected] = useState(null);
-  const currency = now ? now.currency : "";
+  const currency = now.currency;
   if (!found) return html`<${Failure} error=${error} />${!error && html`<${Empty}>Reading the sessions…</${Empty}>`}`;
   const rows = treeOf(found.sessions);
   const open = rows.find((one) => one.session === selected);
