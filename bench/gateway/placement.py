@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +23,8 @@ from typing import Any
 
 from bench.contract import Needs, Report, Result
 from bench.support import routers
-from bench.support.placement_load import CASES
+from bench.support.placement_load import CASES, played
 from bench.support.processes import (
-    environment,
     free_port,
     free_ports,
     named_values,
@@ -40,7 +38,6 @@ NAME = "placement"
 HELP = "hit ratio and load skew of agent sessions through routers, over mock workers with prefix caches"
 NEEDS = Needs(packages=("aiohttp", "msgspec", "uvloop"), programs="the routers to compare with, on PATH")
 _LOAD = "bench.support.placement_load"
-_ERROR_CHARS = 400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,15 +90,7 @@ def _measure(
     with started(words, log_dir / f"{name}.log"):
         wait_until_answering(port, "mock", 60)
         time.sleep(1.0)
-        drive = python_module(_LOAD, "drive", "--url", f"http://127.0.0.1:{port}", "--case", case, "--seed", seed)
-        drive += ["--ports", *map(str, ports)]
-        if header:
-            drive += ["--session-header", header]
-        done = subprocess.run(drive, capture_output=True, text=True, timeout=600, env=environment(), check=False)
-    if done.returncode:
-        return {"error": done.stderr[-_ERROR_CHARS:]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+        return played(f"http://127.0.0.1:{port}", ports, case, seed, header)
 
 
 def _results(rows: Sequence[dict[str, Any]], labels: dict[str, str]) -> list[Result]:

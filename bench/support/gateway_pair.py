@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from bench.support.processes import environment, free_port, free_ports, python_m
 
 STORES = ("sqlite", "postgres")
 _START_S = _STOP_S = 60.0
+_USABLE = re.compile(rb"^stoker_gateway_worker_usable\{[^\n]*\} 1(?:\.0)?$", re.MULTILINE)
 
 
 @dataclass
@@ -45,6 +47,16 @@ class Gateway:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.05)
         raise BenchmarkError(f"the gateway on port {self.port} is not ready after {_START_S:g} s; see {self.log}")
+
+    def wait_until_usable(self, num_workers: int) -> None:
+        """Wait until all workers may get requests. `/ready` returns 200 with the first one."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as page:
+                if len(_USABLE.findall(page.read())) == num_workers:
+                    return
+            time.sleep(0.05)
+        raise BenchmarkError(f"the gateway on port {self.port} has not {num_workers} usable workers; see {self.log}")
 
     def kill(self) -> None:
         assert self.process is not None

@@ -18,12 +18,15 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
+
+from bench.support.processes import environment, python_module
 
 if TYPE_CHECKING:
     import aiohttp
@@ -35,6 +38,7 @@ NUM_SESSIONS, TURNS, MOST_IN_FLIGHT = 64, (6, 18), 32
 BASE_S, MISSED_BLOCK_S = 0.01, 0.0004
 PAUSE_S = (0.05, 0.4)
 ALPHABET = "abcdefgh ijkl"
+_ERROR_CHARS = 400
 SYSTEM_HEAD = "You are an agent. "
 
 
@@ -71,15 +75,37 @@ class CachingWorker:
         for at in range(0, len(text) - BLOCK_CHARS + 1, BLOCK_CHARS):
             key = blake2b(key + text[at : at + BLOCK_CHARS].encode(), digest_size=8).digest()
             keys.append(key)
+        return self.touch(keys)[0], len(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Cache these blocks. Return how many leading ones were cached before, and the blocks that were evicted."""
         num_found = next((at for at, key in enumerate(keys) if key not in self._cache), len(keys))
         for key in keys:
             self._cache[key] = None
             self._cache.move_to_end(key)
+        evicted = []
         while len(self._cache) > self._cache_blocks:
-            self._cache.popitem(last=False)
-        return num_found, len(keys)
+            evicted.append(self._cache.popitem(last=False)[0])
+        return num_found, evicted
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cache)
+
+    @property
+    def num_free(self) -> int:
+        return max(0, self._cache_blocks - len(self._cache))
 
     async def start(self) -> None:
+        from aiohttp import web
+
+        app = web.Application(client_max_size=1 << 26)
+        self.routes(app)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self._port).start()
+
+    def routes(self, app: web.Application) -> None:
         from aiohttp import web
 
         info = {"model_id": MODEL, "model_path": MODEL, "served_model_name": MODEL, "is_generation": True}
@@ -99,28 +125,31 @@ class CachingWorker:
             self.reset(int(request.query["cache_blocks"]))
             return web.json_response({})
 
-        app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", get_models)
         app.router.add_get("/requests", get_requests)
         app.router.add_post("/reset", post_reset)
         for path in ("/health", "/ready", "/get_server_info", "/server_info", "/get_model_info", "/model_info"):
             app.router.add_get(path, get_info)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port).start()
+
+    async def answer(self, request: web.Request, messages: list[dict[str, Any]]) -> tuple[int, int]:
+        """Compute an answer. Return how many leading blocks of the prompt were cached, and how many there are."""
+        num_found, num_blocks = self.look_up("".join(one["role"] + (one["content"] or "") for one in messages))
+        await self.compute(num_blocks - num_found)
+        return num_found, num_blocks
+
+    async def compute(self, num_missed: int) -> None:
+        await asyncio.sleep(BASE_S + MISSED_BLOCK_S * num_missed)
 
     async def _chat(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
         body = await request.json()
         self._num_requests += 1
-        text = "".join(message["role"] + (message["content"] or "") for message in body["messages"])
-        num_found, num_blocks = self.look_up(text)
-        await asyncio.sleep(BASE_S + MISSED_BLOCK_S * (num_blocks - num_found))
+        num_found, num_blocks = await self.answer(request, body["messages"])
         seen = json.dumps({"worker": self._port, "found": num_found, "blocks": num_blocks})
         choice = {"index": 0, "message": {"role": "assistant", "content": seen}, "finish_reason": "stop"}
-        prompt_tokens = len(text) // 4
+        prompt_tokens = num_blocks * BLOCK_CHARS // 4
         details = {"cached_tokens": num_found * BLOCK_CHARS // 4}
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 1, "total_tokens": prompt_tokens + 1}
         answer = {"id": MODEL, "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]}
@@ -220,6 +249,19 @@ async def drive(
         "p50_ms": round(latencies[len(latencies) // 2] * 1e3, 1),
         "p95_ms": round(latencies[int(0.95 * len(latencies))] * 1e3, 1),
     }
+
+
+def played(url: str, ports: Sequence[int], case: str, seed: int, session_header: str | None = None) -> dict[str, Any]:
+    """Run `drive` in a process of its own. Return what it found, or its error under "error"."""
+    command = python_module("bench.support.placement_load", "drive", "--url", url, "--case", case, "--seed", seed)
+    command += ["--ports", *map(str, ports)]
+    if session_header:
+        command += ["--session-header", session_header]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
+    if done.returncode:
+        return {"error": done.stderr[-_ERROR_CHARS:]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def main() -> None:

@@ -143,6 +143,25 @@ def test_a_migration_that_fails_leaves_the_tables_as_they_were(opened: Open) -> 
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            "DROP TABLE counts",
+            "damaged: the table 'counts' is missing; stop all gateways and restore the latest backup",
+        ),
+        ("UPDATE store_tables SET version = 0", "no valid schema version \\(0\\); stop all gateways and restore"),
+        ("DELETE FROM store_tables", "a table 'counts' that Stoker has not made; give the store a database of its own"),
+    ],
+)
+def test_damaged_and_foreign_tables_are_refused_with_what_to_do(opened: Open, damage: str, message: str) -> None:
+    store = opened()
+    with store.transaction() as changes:
+        changes.execute(damage)
+    with pytest.raises(ConfigError, match=message):
+        store.declare(COUNTS)
+
+
 def test_a_long_snapshot_is_stopped(opened: Open) -> None:
     store = opened()
     add_all(store, {f"n{number}": number for number in range(300)})
@@ -156,15 +175,17 @@ def test_a_long_snapshot_is_stopped(opened: Open) -> None:
 def test_the_event_loop_goes_on_while_the_store_works(opened: Open) -> None:
     store = opened()
     threads = StoreThreads(store, num_threads=2, max_running=3)
-    held = threading.Event()
+    begun, held = threading.Event(), threading.Event()
 
     def hold(changes: Transaction) -> int:
         changes.execute(ADD, ("a", 1))
+        begun.set()
         held.wait(30)
         return 7
 
     async def main() -> None:
         first = asyncio.create_task(threads.write(hold, 30.0))
+        assert await asyncio.to_thread(begun.wait, 30)
         late = asyncio.create_task(threads.write(lambda changes: list(changes.execute(ADD, ("a", 1))), 0.05))
         with pytest.raises(StoreUnavailable) as unavailable:
             await late

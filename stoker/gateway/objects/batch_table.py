@@ -62,6 +62,9 @@ class BatchDetails(msgspec.Struct, kw_only=True):
     output_expires_s: float | None = None
 
 
+_DETAILS = msgspec.json.Decoder(BatchDetails)  # used on threads, which must not make it at the same time
+
+
 class StoredBatch(msgspec.Struct, kw_only=True):
     """One row of `batches`. `due_s` is the end of its completion window."""
 
@@ -279,5 +282,5 @@ def expire_batches(changes: Transaction, now_s: float, limit: int) -> int:
 
 def _batch(values: Sequence[Any]) -> StoredBatch:
     table = dict(zip(_NAMES, values, strict=True))
-    table["details"] = msgspec.json.decode(bytes(table["details"]), type=BatchDetails)
+    table["details"] = _DETAILS.decode(bytes(table["details"]))
     return StoredBatch(**table)

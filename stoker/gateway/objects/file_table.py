@@ -61,7 +61,6 @@ class StoredFile(msgspec.Struct, kw_only=True):
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
-            "status_details": None,
         }
 
 

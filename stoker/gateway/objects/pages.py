@@ -59,10 +59,11 @@ def paged(items: Sequence[dict[str, Any]], page: ListPage) -> dict[str, Any]:
 
 
 def list_object(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return a list as OpenAI's document describes it: the ids are texts, also of an empty list."""
     return {
         "object": "list",
         "data": list(items),
-        "first_id": items[0]["id"] if items else None,
-        "last_id": items[-1]["id"] if items else None,
+        "first_id": items[0]["id"] if items else "",
+        "last_id": items[-1]["id"] if items else "",
         "has_more": has_more,
     }

@@ -33,8 +33,8 @@ from stoker.gateway.store.store import (
     StoreTimeout,
     StoreUnavailable,
     Tables,
+    found_version,
     migrate,
-    newer_version,
 )
 
 _MIN_VERSION = 120_000
@@ -114,11 +114,9 @@ class PostgresStore:
             changes.execute("SELECT pg_advisory_xact_lock(?)", (_DECLARE_LOCK,))
             changes.execute("SET LOCAL statement_timeout = 0")  # a migration may rewrite a large table
             changes.execute(_VERSIONS)
-            query = "SELECT version FROM store_tables WHERE name = ?"
-            versions = [int(version) for (version,) in changes.execute(query, (tables.name,))]
-            if versions and versions[0] > tables.version:
-                raise ConfigError(newer_version(self._where, tables, versions[0]))
-            migrate(changes, tables, versions[0] if versions else None)
+            query = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()"
+            present = {str(name) for (name,) in changes.execute(query)}
+            migrate(changes, tables, found_version(changes, self._where, tables, present))
 
     @contextmanager
     def transaction(self) -> Iterator[PostgresTransaction]:

@@ -18,12 +18,14 @@ from typing import Any
 
 from stoker.base.errors import ConfigError
 from stoker.gateway.store.store import (
+    NEWER,
+    RESTORE,
     StoreRefused,
     StoreTimeout,
     StoreUnavailable,
     Tables,
+    found_version,
     migrate,
-    newer_version,
 )
 
 FILE_VERSION = 1
@@ -36,10 +38,6 @@ _HEADER = b"SQLite format 3\0"  # how a database file begins; a new one is empty
 # Errors that a retry cannot fix: numbers beyond 64 bits, invalid Unicode, a missing value.
 _REFUSED = (OverflowError, UnicodeError, sqlite3.IntegrityError, sqlite3.InterfaceError)
 _VERSIONS = "CREATE TABLE IF NOT EXISTS store_tables (name TEXT PRIMARY KEY, version INTEGER NOT NULL)"
-_DAMAGED = (
-    "stop all gateways and restore the latest backup, or move the file away to begin with an empty one"
-    " (docs/operations.md, backup)"
-)
 
 
 class SqliteTransaction:
@@ -71,11 +69,8 @@ class SqliteStore:
     def declare(self, tables: Tables) -> None:
         with self.transaction() as changes:
             changes.execute(_VERSIONS)
-            query = "SELECT version FROM store_tables WHERE name = ?"
-            versions = [int(version) for (version,) in changes.execute(query, (tables.name,))]
-            if versions and versions[0] > tables.version:
-                raise ConfigError(newer_version(self._where, tables, versions[0]))
-            migrate(changes, tables, versions[0] if versions else None)
+            present = {str(name) for (name,) in changes.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            migrate(changes, tables, found_version(changes, self._where, tables, present))
 
     @contextmanager
     def transaction(self) -> Iterator[SqliteTransaction]:
@@ -159,13 +154,13 @@ class SqliteStore:
             if version not in (0, FILE_VERSION):
                 raise ConfigError(
                     f"{self._where}: the file has schema version {version}, but this version of stoker needs"
-                    f" {FILE_VERSION}; use another file"
+                    f" {FILE_VERSION}; {NEWER}"
                 )
             if version == 0:
                 connection.execute(f"PRAGMA user_version={FILE_VERSION}")
         except sqlite3.Error as error:
             connection.close()
-            raise ConfigError(f"{self._where}: not a usable SQLite file: {error}; {_DAMAGED}") from error
+            raise ConfigError(f"{self._where}: not a usable SQLite file: {error}; {RESTORE}") from error
         except ConfigError:
             connection.close()
             raise
@@ -188,7 +183,7 @@ class SqliteStore:
             connection.set_progress_handler(None, 0)
         if found != "ok":
             connection.close()
-            raise ConfigError(f"{self._where}: the database is damaged: {found}; {_DAMAGED}")
+            raise ConfigError(f"{self._where}: the database is damaged: {found}; {RESTORE}")
 
 
 def make_private(path: Path) -> None:

@@ -12,12 +12,20 @@ On the event loop, use `StoreThreads` (`store_threads.py`), which runs transacti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stoker.base.errors import InvalidRequest, Overloaded, StokerError
+from stoker.base.errors import ConfigError, InvalidRequest, Overloaded, StokerError
+
+NEWER = "run the newer version of stoker, or restore the backup that was made before the upgrade"
+RESTORE = (
+    "stop all gateways and restore the latest backup, or give another --store to begin with an empty one"
+    " (docs/operations.md, backup)"
+)
+_CREATED = re.compile(r"\s*CREATE TABLE (\w+)")
 
 
 class StoreUnavailable(Overloaded):
@@ -64,6 +72,11 @@ class Tables:
     def version(self) -> int:
         return len(self.migrations)
 
+    def names(self, version: int) -> list[str]:
+        """Return the tables that there are in this version."""
+        statements = (statement for migration in self.migrations[:version] for statement in migration)
+        return [found[1] for statement in statements if (found := _CREATED.match(statement))]
+
 
 class Transaction(Protocol):
     """Statements that take effect together."""
@@ -82,7 +95,8 @@ class Store(Protocol):
     def declare(self, tables: Tables) -> None:
         """Create the tables or migrate them to this version.
 
-        Raises ConfigError if a newer version of Stoker made them, and StoreUnavailable.
+        Raises ConfigError if a newer version of Stoker made them, if some of them are missing or are not Stoker's, and
+        StoreUnavailable.
         """
 
     def transaction(self) -> AbstractContextManager[Transaction]:
@@ -113,9 +127,26 @@ def migrate(changes: Transaction, tables: Tables, found: int | None) -> None:
         changes.execute("UPDATE store_tables SET version = ? WHERE name = ?", (tables.version, tables.name))
 
 
-def newer_version(where: str, tables: Tables, found: int) -> str:
-    """Return the message for tables that a newer version of Stoker has migrated."""
-    return (
-        f"{where}: the tables {tables.name!r} have schema version {found}, but this version of stoker knows {tables.version};"
-        " run the newer version of stoker, or restore the backup that was made before the upgrade"
-    )
+def found_version(changes: Transaction, where: str, tables: Tables, present: set[str]) -> int | None:
+    """Return the version of the tables in the store, None if they are new. `present` are the names of all its tables.
+
+    Raises ConfigError, which begins with `where`, if this version of Stoker cannot use them.
+    """
+    rows = list(changes.execute("SELECT version FROM store_tables WHERE name = ?", (tables.name,)))
+    if not rows:
+        if foreign := [name for name in tables.names(tables.version) if name in present]:
+            raise ConfigError(
+                f"{where}: there is a table {foreign[0]!r} that Stoker has not made; give the store a database of its own"
+            )
+        return None
+    ((version,),) = rows
+    if not isinstance(version, int) or version < 1:
+        raise ConfigError(f"{where}: the tables {tables.name!r} have no valid schema version ({version!r}); {RESTORE}")
+    if version > tables.version:
+        raise ConfigError(
+            f"{where}: the tables {tables.name!r} have schema version {version}, but this version of stoker knows"
+            f" {tables.version}; {NEWER}"
+        )
+    if missing := [name for name in tables.names(version) if name not in present]:
+        raise ConfigError(f"{where}: the database is damaged: the table {missing[0]!r} is missing; {RESTORE}")
+    return version

@@ -48,6 +48,7 @@ _ANSWER_BYTES = 4 << 20
 _TOKENIZER_BYTES = 128 << 20
 _STOKER = "stoker"  # the dialect of Stoker workers
 _PROOF = PROOF_HEADER.encode()
+_TOKENIZER_FILES = msgspec.json.Decoder(TokenizerFiles)  # used on threads, which must not make it at the same time
 
 log = logs.EventLog("watch")
 
@@ -436,7 +437,7 @@ class Watcher:
 
 
 def _token_keys(answer: bytes, info: WorkerInfo) -> TokenPrefixKeys:
-    files = msgspec.json.decode(answer, type=TokenizerFiles).files
+    files = _TOKENIZER_FILES.decode(answer).files
     text = TokenText.from_files(files)
     return TokenPrefixKeys(text, info.block_tokens, info.max_model_tokens, info.volatile_lines)
 

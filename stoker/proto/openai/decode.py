@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,9 +21,15 @@ _PLACE = re.compile(r" - at `(?:key in )?\$([^`]*)`$")
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+# msgspec keeps what it knows of a Struct at the class, and does so before all of it is known. A second thread that makes a decoder
+# of the same or an enclosing Struct meanwhile would use that, which crashes the process.
+_making = threading.Lock()
+
+
 @functools.cache
 def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    with _making:
+        return msgspec.json.Decoder(kind)
 
 
 def decode(kind: type[T], body: bytes) -> T:
@@ -51,6 +58,7 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 def convert(kind: type[T], value: object, param: str) -> T:
     """Convert the value of the field `param`, which is decoded already."""
+    _decoder(kind)  # so that msgspec knows the Struct
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as wrong:

@@ -372,8 +372,12 @@ async def test_a_file_of_any_bytes_is_kept_and_deleted(tmp_path: Path) -> None:
         assert (await call(world, "GET", f"/v1/files/{got['id']}/content")).body == data
         page = (await call(world, "GET", "/v1/files?limit=1")).json
         assert (page["data"][0]["id"], page["has_more"]) == (got["id"], False)
+        assert "status_details" not in got  # a text in OpenAI's document, without null
         assert (await call(world, "DELETE", f"/v1/files/{got['id']}")).json["deleted"] is True
         assert (await call(world, "GET", f"/v1/files/{got['id']}/content")).status == 404
+        for path in ("/v1/files", "/v1/batches"):
+            page = (await call(world, "GET", path)).json
+            assert (page["data"], page["first_id"], page["last_id"]) == ([], "", "")
         store = world.gateway._parts.objects._store
         assert await store.read(lambda reader: list(reader.execute("SELECT COUNT(*) FROM file_pieces"))) == [(0,)]
         assert await store.read(lambda reader: list(reader.execute("SELECT SUM(num_bytes) FROM object_bytes"))) == [
