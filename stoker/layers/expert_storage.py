@@ -90,9 +90,7 @@ class Mxfp4Experts:
         num_outs = sum(parts)
         words, exponents = blocks.view(num_outs, -1).view(torch.int32), scales.view(num_outs, -1).int() - _BIAS
         if has_kernels(blocks, dtype):
-            return int4_weight(
-                words, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), floats=True
-            )
+            return int4_weight(words, _powers_of_two(exponents), floats=True)
         weight = blocks.new_empty(num_outs, num_ins, dtype=dtype)
         if not blocks.is_meta:
             each = num_outs // self.num_experts
@@ -100,6 +98,12 @@ class Mxfp4Experts:
                 rows = slice(first, first + each)
                 weight[rows] = _unpack(blocks.view(num_outs, -1, _BLOCK // 2)[rows], exponents[rows])
         return weight
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    if exponents.is_meta:  # `ldexp` of a meta tensor would import torch's compiler, which takes seconds
+        return exponents.to(torch.float32)
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
 
 def _unpack(blocks: Tensor, exponents: Tensor) -> Tensor:

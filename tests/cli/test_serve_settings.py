@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,9 @@ def parse(*words: str) -> ServeSettings:
 
 
 def test_without_flags_all_settings_have_their_defaults() -> None:
-    assert parse() == ServeSettings()
+    defaults = ServeSettings()
+    handoff = replace(defaults.engine.handoff, serves=True)  # requests of a worker with one rank can move
+    assert parse() == replace(defaults, engine=replace(defaults.engine, handoff=handoff))
 
 
 PEER_KEY = "bb19e619692e97fd422805f4ea68381b8b8aec9392723b1070bfdd1d5ba61450"  # derived from "sesame"
@@ -64,7 +67,7 @@ def test_every_flag_becomes_its_setting() -> None:
         ),
         *("--tool-format", "t", "--reasoning-format", "none", "--max-body-mib", "1.5", "--max-open", "3"),
         *("--engine-silent-s", "2.5", "--step-timeout-s", "60"),
-        *("--drain-s", "0", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
+        *("--drain-s", "0", "--no-move", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
         *("--strict", "--volatile-line", "x:", "--volatile-line", "y:", "--cors-origin", "https://a.example"),
         *("--gateway", "http://a,http://b", "--gateway", "http://c", "--advertise", "http://d"),
         *("--secret-file", "/s", "--api-key-file", "/a", "--insecure", "--events-port", "65534", "--no-events"),
@@ -93,7 +96,7 @@ def test_every_flag_becomes_its_setting() -> None:
         engine,
         TextSettings("t", "none"),
         ServerSettings(
-            1.5, 3, 2.5, 60.0, 0, Path("/c"), True, "debug", True, True, ("x:", "y:"), ("https://a.example",)
+            1.5, 3, 2.5, 60.0, 0, True, Path("/c"), True, "debug", True, True, ("x:", "y:"), ("https://a.example",)
         ),
         MembershipSettings(gateways, "http://d", Path("/s"), Path("/a"), True, 65534, True),
     )

@@ -204,4 +204,5 @@ def test_every_worker_answers_requests_without_a_handoff(fleet: Fleet) -> None:
         "prefill",
         "decode",
     ]
-    assert fleet.decode.complete("x", max_tokens=1, kv_transfer_params=VLLM_KEEP).status == 400
+    # Every worker keeps KV for others, so that its requests can move.
+    assert fleet.decode.complete("x", max_tokens=1, kv_transfer_params=VLLM_KEEP).status == 200
