@@ -88,22 +88,24 @@ class Mxfp4Experts:
                 expert.copy_(_split_gate_up(expert.flatten(1)).view(expert.shape))
                 scale.copy_(_split_gate_up(scale))
         num_outs = sum(parts)
-        words, exponents = blocks.view(num_outs, -1).view(torch.int32), scales.view(num_outs, -1).int() - _BIAS
+        words, stored = blocks.view(num_outs, -1).view(torch.int32), scales.view(num_outs, -1)
         if has_kernels(blocks, dtype):
-            return int4_weight(words, _powers_of_two(exponents), floats=True)
+            return int4_weight(words, _scale_values(stored), floats=True)
         weight = blocks.new_empty(num_outs, num_ins, dtype=dtype)
         if not blocks.is_meta:
             each = num_outs // self.num_experts
             for first in range(0, num_outs, each):
                 rows = slice(first, first + each)
-                weight[rows] = _unpack(blocks.view(num_outs, -1, _BLOCK // 2)[rows], exponents[rows])
+                weight[rows] = _unpack(blocks.view(num_outs, -1, _BLOCK // 2)[rows], stored[rows].int() - _BIAS)
         return weight
 
 
-def _powers_of_two(exponents: Tensor) -> Tensor:
-    if exponents.is_meta:  # `ldexp` of a meta tensor would import torch's compiler, which takes seconds
-        return exponents.to(torch.float32)
-    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+def _scale_values(stored: Tensor) -> Tensor:
+    """Return the powers of two whose exponents are stored."""
+    values = torch.empty_like(stored, dtype=torch.float32)
+    if values.is_meta:  # arithmetic on a meta tensor would import torch's compiler, which takes seconds
+        return values
+    return torch.ldexp(values.fill_(1.0), stored.int() - _BIAS)
 
 
 def _unpack(blocks: Tensor, exponents: Tensor) -> Tensor:

@@ -51,13 +51,13 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [torch.randint(0, vocab_size, (count,), generator=generator).tolist() for count in (1, 8, 45)]
 
 
-def answers(llm: LLM) -> list[LLMOutput]:
+def answers(llm: LLM, num_new: int = NUM_NEW) -> list[LLMOutput]:
     """Greedy answers, with the log-probability of every token of the vocabulary at each step. The engine is closed
     afterwards."""
     vocab_size = llm.built.vocab_size
     sampling = SamplingParams(temperature=0.0, num_logprobs=vocab_size)
     with closing(llm):
-        done = llm.generate(prompts(vocab_size), sampling, max_new_tokens=NUM_NEW)
+        done = llm.generate(prompts(vocab_size), sampling, max_new_tokens=num_new)
     assert all(one.finish is not None and one.finish.reason == "length" for one in done)
     return done
 
@@ -130,13 +130,13 @@ def test_each_weight_has_one_place(folder: Path) -> None:
 
 def test_each_weight_counts(folder: Path) -> None:
     """A tensor that is loaded but not used would go unnoticed until a model's answers are poor."""
-    before = [logprobs(answer) for answer in answers(engine(folder))]
+    before = [logprobs(answer) for answer in answers(engine(folder), 6)]
     original = load_file(folder / "model.safetensors")
     for name, tensor in original.items():
         changed = tensor.clone()
         changed[: max(1, len(changed) // 2)] += 0.5
         save_file({**original, name: changed}, folder / "model.safetensors", {"format": "pt"})
-        after = [logprobs(answer) for answer in answers(engine(folder))]
+        after = [logprobs(answer) for answer in answers(engine(folder), 6)]
         moved = max((one - other).abs().max() for one, other in zip(before, after, strict=True))
         assert moved > TOLERANCE, f"{name} changes nothing"
 
