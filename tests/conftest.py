@@ -24,6 +24,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# Folders whose files take seconds. They run last, so that all processes of a run end at about the same time.
+SHORT = {"autoscale", "base", "fleet", "fuzz", "proto", "replay", "routing", "sched", "scripted", "spec", "text"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] in SHORT)
+
 
 @pytest.fixture(autouse=True)
 def same_logging() -> Iterator[None]:

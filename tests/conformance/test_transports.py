@@ -201,12 +201,8 @@ def test_threads_may_pull_at_the_same_time(remote: RemoteServer, puller: Puller)
     [
         (LAYOUT, (1, 1), (2, 1)),
         (LAYOUT, (2, 1), (1, 1)),
-        (LAYOUT, (2, 1), (4, 1)),
-        (LAYOUT, (4, 1), (2, 1)),
         (LAYOUT, (1, 2), (2, 1)),
         (LAYOUT, (2, 1), (1, 3)),
-        (LAYOUT, (1, 3), (1, 2)),
-        (TWO_GROUPS, (2, 1), (2, 1)),
         (TWO_GROUPS, (2, 1), (4, 1)),
     ],
     ids=lambda value: "" if isinstance(value, KvLayout) else f"tp{value[0]}pp{value[1]}",
