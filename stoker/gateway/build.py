@@ -252,7 +252,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tracing = make_tracing(config.tracing)
     admission = _admission(config, fleet, state, meter, clock, leases, prices)
     flex = _flex(config, fleet, other_work, clock)
-    scaling = _scaling(config, fleet, load_book, admission, metrics, duties, clock)
+    scaling = _scaling(config, fleet, load_book, admission, metrics, duties, clock, errors)
     status = partial(_status, config, store, state, admission, meter, clock, clock())
     view = AdminView(
         fleet, load_book, router, admission, membership, duties, scaling.wishes, clock, status, misses.report
@@ -404,11 +404,13 @@ def _scaling(
     metrics: GatewayMetrics,
     duties: Duties,
     clock: Callable[[], float],
+    errors: TaskErrors,
 ) -> Scaling:
     """Return the autoscaler. Of several processes, only the first one decides."""
     settings = config.autoscale if config.process == 0 else replace(config.autoscale, mode="off")
     board = ScaleBoard(clock)
-    return Scaling(settings, FleetSampler(fleet, load_book, admission, metrics.ttft_s), duties, board, board, clock)
+    sampler = FleetSampler(fleet, load_book, admission, metrics.ttft_s)
+    return Scaling(settings, sampler, duties, board, board, clock, errors)
 
 
 def _flex(config: GatewayConfig, fleet: Fleet, other_work: OtherWork, clock: Callable[[], float]) -> FlexGate:

@@ -20,6 +20,7 @@ from stoker.base.errors import StokerError
 from stoker.base.histogram import Histogram
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
+from stoker.base.long_task import TaskErrors, repeat
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import Role
@@ -134,7 +135,9 @@ class Scaling:
         placement: WorkerPlacement,
         board: ScaleBoard,
         clock: Callable[[], float],
+        errors: TaskErrors | None = None,
     ) -> None:
+        self._errors = errors or TaskErrors()
         self._settings = settings
         self._sampler = sampler
         self._duties = duties
@@ -148,7 +151,7 @@ class Scaling:
 
     def start(self) -> None:
         if self._settings.mode != "off":
-            self._task = asyncio.create_task(self._run(), name="autoscale")
+            self._task = asyncio.create_task(repeat("autoscale", self._turn, self._errors), name="autoscale")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -173,13 +176,9 @@ class Scaling:
             ],
         )
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.interval_s)
-            try:
-                await self.step()
-            except Exception:  # the loop must go on: a fleet without its autoscaler would stay as it is
-                log.error("autoscale_failed", exc_info=True)
+    async def _turn(self) -> None:
+        await asyncio.sleep(self._settings.interval_s)
+        await self.step()
 
     async def step(self) -> Decision:
         """Decide once, and carry it out unless this is a dry run."""
