@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import and_
 
 from stoker.base.errors import ConfigError
 from stoker.sim.calibration import Calibration
 from stoker.sim.simulation import SimConfig, SimFleet, SimOutcome, Simulation
-from stoker.sim.summary import LatencyGoal, SimSummary, summarize
+from stoker.sim.summary import LatencyGoal, SimSummary, keeps_itl, keeps_ttft, summarize
 from stoker.sim.workloads.workload import Workload
 
 _BUSY = 0.85  # a worker that computes for a larger share of the time is a bottleneck
@@ -192,7 +193,7 @@ class FleetSearch:
 def binding_constraint(one: SearchedFleet, goal: SearchGoal) -> str:
     """Say why a fleet misses the goal, and what would help."""
     summary, latency = one.summary, goal.latency
-    busy = {role: [] for role in ("unified", "prefill", "decode")}  # type: dict[str, list[float]]
+    busy: dict[str, list[float]] = {role: [] for role in ("unified", "prefill", "decode")}
     for name, share in summary.utilisation.items():
         busy[name.rpartition("-")[0]].append(share)
     means = {role: sum(shares) / len(shares) for role, shares in busy.items() if shares}
@@ -219,19 +220,12 @@ def binding_constraint(one: SearchedFleet, goal: SearchGoal) -> str:
 
 def _shares(outcome: SimOutcome, goal: LatencyGoal) -> tuple[float, float, float]:
     """Return the shares of good requests among all, and among the answered ones by each part of the goal."""
-    records = outcome.records
-    answered = list(records.answered())
-    num_good = num_ttft = num_itl = 0
-    for i in answered:
-        fast = goal.ttft_s is None or records.ttft_s[i] <= goal.ttft_s
-        smooth = True
-        if goal.itl_s is not None and records.output_tokens[i] > 1:
-            decode_s = records.ended_s[i] - records.started_s[i] - records.ttft_s[i]
-            smooth = decode_s / (records.output_tokens[i] - 1) <= goal.itl_s
-        num_good += fast and smooth
-        num_ttft += fast
-        num_itl += smooth
-    return num_good / len(records), num_ttft / max(1, len(answered)), num_itl / max(1, len(answered))
+    answered = list(outcome.records.answered())
+    in_time = [keeps_ttft(goal, outcome, i) for i in answered]
+    smooth = [keeps_itl(goal, outcome, i) for i in answered]
+    num_good = sum(map(and_, in_time, smooth))
+    num_answered = max(1, len(answered))
+    return num_good / len(outcome.records), sum(in_time) / num_answered, sum(smooth) / num_answered
 
 
 def _quality(one: SearchedFleet) -> tuple[float, float]:
