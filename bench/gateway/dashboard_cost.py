@@ -1,4 +1,4 @@
-"""What the dashboard costs the gateway: CPU time for each request, while nobody looks, and with one viewer.
+"""What the dashboard costs the gateway: CPU time for each request, without a viewer and with one.
 
     python -m bench run dashboard_cost --workers 1 --workers 64 --seconds 30
 

@@ -131,7 +131,7 @@ def _endpoint(file: Path) -> str:
 
 
 def _wait(client: BatchClient, batch_id: str) -> Any:
-    """Return the batch when it has ended. A gateway that does not answer is asked again: the batch outlives it."""
+    """Return the batch when it has ended. If the gateway does not answer, retry: the batch outlives it."""
     from stoker.cli.batch_client import GatewayBusy
 
     show, (wait_s, most_s), is_away = progress_line(), _POLL_S, False

@@ -55,7 +55,7 @@ def measure_steps(
 ) -> list[tuple[StepWork, float]]:
     """Return the size of every step of these loads, and its time from the end of the step before it.
 
-    Similar steps are summarized by their lower quartile. The first load is run once more before, to warm up.
+    Similar steps are summarized by their lower quartile. The first load also runs before the measurement, as a warm-up.
     """
     rng, engine = random.Random(seed), built.engine
     plans = _LastPlan()

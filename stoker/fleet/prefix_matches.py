@@ -1,7 +1,8 @@
 """PrefixMatches: how many leading blocks of a conversation each worker holds, without a table of all workers.
 
-Thousands of workers may hold a system prompt that all conversations share. So the answer of the index is kept as runs: the
-workers, as a bit mask, that hold exactly so many leading blocks. A worker's entry is computed when it is read.
+Thousands of workers may hold a system prompt that all conversations share. So the answer of the index is kept as runs. A run is a
+number of leading blocks, and a bit mask of the workers that hold exactly this number. A worker's entry is computed when it is
+read.
 """
 
 from __future__ import annotations

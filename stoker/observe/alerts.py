@@ -16,7 +16,7 @@ class AlertRule:
     name: str
     expression: str
     for_time: str  # how long the expression must hold
-    severity: str  # "page": wake somebody up; "ticket": look at it in the morning
+    severity: str  # "page": clients are affected now; "ticket": look at it within a day
     summary: str
     action: str  # what to do first
 

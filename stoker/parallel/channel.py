@@ -1,8 +1,8 @@
 """Channels: messages of bytes between two processes, in order, over a stream socket.
 
 A `PlainChannel` is for a socket pair, whose ends only this process can give away. A `SignedChannel` is for TCP: both sides prove
-that they know a shared key, and every message is signed with a key that only this connection has. So nobody else on the network
-can send a message, repeat one or change one. Messages are not encrypted.
+that they know a shared key, and every message is signed with a key that only this connection has. So no other machine on the
+network can send a message, repeat one or change one. Messages are not encrypted.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
 KEPT_MATCHES = 10_000  # lookups whose requests may still be routed
-_MAX_KEYS = 1_000_000  # remembered; then the table of keys begins anew
+_MAX_KEYS = 1_000_000  # remembered keys; at this number the table is cleared
 QUERY_FIELDS = tuple(one.name for one in fields(RouteQuery) if one.name not in ("keys", "matches"))
 
 
@@ -147,7 +147,7 @@ class RecordedFleet(Fleet):
 
     def expire(self, now: float, silent_s: float) -> list[WorkerId]:
         lost = [m.worker_id for m in self.members() if not m.spec.from_config and now - m.seen_at > silent_s]
-        if not lost:  # it is asked often
+        if not lost:  # called several times a second: record only calls that change something
             return []
         with self._recorder.call("expire", now, silent_s):
             return super().expire(now, silent_s)

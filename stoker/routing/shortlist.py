@@ -104,8 +104,8 @@ class _Order:
 
 
 class Shortlist:
-    """The orders of the workers of one pool. `candidate` fills in what a query would cause on a member that holds so many of
-    the prompt's tokens."""
+    """The orders of the workers of one pool. `candidate` fills in what a query would cause on a member that holds a given
+    number of the prompt's tokens."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Shortlist:
         self._decay_per_s = 0.0
 
     def totals(self, now: float) -> PoolTotals:
-        """Return the sums over all workers of the pool. Averages have decayed since they were summed up."""
+        """Return the sums over all workers of the pool. Averages have decayed since they were added."""
         sums, fade = self._sums, exp(-self._decay_per_s * (now - self._ranked_at))
         return PoolTotals(
             sums.workers,

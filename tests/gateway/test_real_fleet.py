@@ -157,7 +157,7 @@ def test_a_drained_worker_is_empty_at_once_and_no_client_notices(fleet: RealFlee
     wait_for(lambda: len(exchanges[0].events) > 2)  # its grammar is compiled now
     exchanges += [fleet.ask(body) for body in bodies[1:]]
     wait_for(lambda: all(len(one.events) > 2 for one in exchanges if one.body["stream"]))
-    with source.stopped(engine=True):  # so that no answer ends before the move is asked for
+    with source.stopped(engine=True):  # so that no answer ends before the move begins
         drain(fleet, names[1], on=False)
         wait_for(lambda: usable_workers(fleet.gateway) == 2)
         pulled = target.metrics()["stoker_kv_pulled_tokens_total"]

@@ -58,7 +58,7 @@ def queries(count: int, sessions: int, with_key: bool, seed: int) -> Iterator[Ro
 def same_choices(num_workers: int, with_key: bool, pause_s: float) -> float:
     """Return the share of requests for which the shortlist gives the choice of a full scan in the very same state.
 
-    The state is that of the router with the shortlist. For every request it is asked what a scan of all workers would choose.
+    The state is that of the router with the shortlist. Each choice is compared with that of a scan of all workers.
     """
     router, same, count = make_router(num_workers), 0, 0
     running: deque[Route] = deque()

@@ -11,7 +11,7 @@ def cover(ours: KvLayout, theirs: Sequence[KvLayout]) -> dict[int, BlockPart] | 
     """Return the part that each of the peer's ranks provides, by its place in `theirs`, or None if some of ours is missing.
 
     All layouts are of one KV set. The peer's ranks form stages with the same layers each, and the ranks of a stage have all
-    heads together. Of ranks that hold the same, such as the latent of MLA, the first one is asked.
+    heads together. If several ranks hold the same part, such as the latent of MLA, the first one provides it.
     """
     parts: dict[int, BlockPart] = {}
     wanted = ours.whole_part
