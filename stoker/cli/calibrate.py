@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stoker.checkpoint.source import ModelFolder
     from stoker.engine.memory import ResolvedSettings
     from stoker.loadgen.worker_probe import WorkerProbe
-    from stoker.sim.calibration import Calibration, HostCosts, LinkCosts, WorkerShape
+    from stoker.sim.calibration import Calibration, HostCosts, LinkCosts, StepSample, WorkerShape
     from stoker.sim.fit import MeasuredStep
 
 NAME = "calibrate"
@@ -32,7 +32,13 @@ from the GPU's published bandwidth and FLOP/s, and the file says so. The machine
 
 _SECTIONS = ("", "kv", "sched")
 _HOLD_OUT = 5  # one in this many measured shapes judges the fit
-_PROMPTS = (16, 64, 128, 256, 512)
+_PROMPTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+_FOLLOW_UPS = (
+    (512, 32),
+    (512, 128),
+    (1024, 64),
+    (1024, 256),
+)  # cached and new tokens: they tell attention from the rest
 _ROWS = (1, 2, 4, 8, 16)
 _CONTEXTS = (64, 512)
 _DEFAULT_KV_BYTES_PER_S = 1e9
@@ -173,12 +179,14 @@ async def _probe(
         for context in _CONTEXTS
         if rows <= most_rows and rows * (context + 32) <= kv_tokens and context + 32 <= shape.max_model_tokens
     ]
+    longest = min(shape.max_model_tokens - 32, kv_tokens)
+    follow_ups = [(cached, new) for cached, new in _FOLLOW_UPS if cached + new <= longest and new <= shape.step_tokens]
     targets = [Target(url) for url in args.url]
     async with Client(targets[0]) as client:
         served = await client.first_model()
     if served != model:
         raise ConfigError(f"--url {args.url[0]} serves {served}, but MODEL is {model}; give the worker's MODEL")
-    probes = [await probe_worker(targets, served, vocab_size, prompts, decodes, args.repeats)]
+    probes = [await probe_worker(targets, served, vocab_size, prompts, decodes, args.repeats, follow_ups)]
     if args.gateway is not None:
         lengths = [length for length in prompts if length > 256] or prompts[-1:]
         probes.append(
@@ -191,12 +199,14 @@ def _probed_steps(probe: WorkerProbe) -> list[MeasuredStep]:
     from stoker.sim.fit import decode_step, prompt_step
 
     found = []
+    largest = max(one.prompt_tokens for one in probe.steps)
     for number, one in enumerate(probe.steps):
-        held_out = number % _HOLD_OUT == _HOLD_OUT - 1 and number < len(probe.steps) - 1
+        is_edge = one.prompt_tokens == largest or number == len(probe.steps) - 1
+        held_out = number % _HOLD_OUT == _HOLD_OUT - 1 and not is_edge
         if one.rows:
             found.append(decode_step(one.rows, one.context, one.seconds, held_out))
         else:
-            found.append(prompt_step(one.prompt_tokens, one.seconds, held_out))
+            found.append(prompt_step(one.prompt_tokens, one.context, one.seconds, held_out))
     return found
 
 
@@ -308,7 +318,14 @@ def _table(calibration: Calibration, path: Path) -> str:
     for one in sorted(residuals.samples, key=lambda one: (one.rows, one.tokens, one.context_tokens)):
         note = "  not used for the fit" if one.held_out else ""
         lines.append(
-            f"{one.tokens:6}  {one.rows:5}  {one.context_tokens:7}  {one.measured_s * 1e3:11.2f}  {one.predicted_s * 1e3:12.2f}"
+            f"{one.tokens:6}  {one.rows:5}  {_context(one):7}  {one.measured_s * 1e3:11.2f}  {one.predicted_s * 1e3:12.2f}"
             f"  {one.error:+6.1%}{note}"
         )
     return "\n".join(lines)
+
+
+def _context(sample: StepSample) -> int:
+    """Return the tokens before a step: those of decoding rows, or the cached ones of a prompt."""
+    if sample.context_tokens:
+        return sample.context_tokens
+    return round(sample.attended_pairs / sample.tokens - (sample.tokens + 1) / 2) if sample.attended_pairs else 0

@@ -14,7 +14,7 @@ from typing import Any
 from stoker.base.errors import StokerError
 from stoker.loadgen.client import Client, Target
 from stoker.loadgen.prompts import random_tokens
-from stoker.loadgen.session import TokenRange
+from stoker.loadgen.session import Blocks, TokenRange, Turn
 from stoker.loadgen.stream import Record
 
 _DECODE_TOKENS = 24
@@ -29,7 +29,8 @@ class ProbeFailed(StokerError):
 
 @dataclass(frozen=True, slots=True)
 class ProbedStep:
-    """`rows` rows decode after `context` tokens; or one prompt of `prompt_tokens` is computed (`rows` is 0)."""
+    """`rows` rows decode after `context` tokens each. Or, if `rows` is 0, `prompt_tokens` tokens of one prompt are computed
+    after `context` cached ones."""
 
     seconds: float
     rows: int = 0
@@ -61,7 +62,25 @@ class ProbeClient:
         self._num_sets += 1
         total = count * len(self._clients)
         sessions = random_tokens(total, prompt_tokens, max_tokens, 0.0, self._seed + self._num_sets, self._range)
-        turns = [session.turns[0] for session in sessions]
+        return await self._send([session.turns[0] for session in sessions])
+
+    async def follow_up(self, cached_tokens: int, new_tokens: int) -> list[Record]:
+        """Send a new prompt to each server, then the same prompt with `new_tokens` more. Return the second answers."""
+        self._num_sets += 1
+        records: list[Record] = []
+        for num_tokens in (cached_tokens, cached_tokens + new_tokens):
+            records = await self._send(
+                [self._long_prompt(i, cached_tokens, num_tokens) for i in range(len(self._clients))]
+            )
+        return records
+
+    def _long_prompt(self, index: int, head_tokens: int, num_tokens: int) -> Turn:
+        name = f"follow-up-{self._seed + self._num_sets}-{index}"
+        return Turn(Blocks((name,), f"{name}-tail", head_tokens, num_tokens, self._range), name, max_tokens=1)
+
+    async def _send(self, turns: Sequence[Turn]) -> list[Record]:
+        """Send the turns at once, the same number to each server."""
+        count = len(turns) // len(self._clients)
         sends = [
             client.send(turn, self._options)
             for i, client in enumerate(self._clients)
@@ -81,9 +100,11 @@ async def probe_worker(
     prompts: Sequence[int],
     decodes: Sequence[tuple[int, int]],
     repeats: int,
+    follow_ups: Sequence[tuple[int, int]] = (),
     seed: int = 0,
 ) -> WorkerProbe:
-    """Measure prompts of these lengths, and (rows, context) pairs of decoding rows."""
+    """Measure prompts of these lengths, (rows, context) pairs of decoding rows, and (cached, new) pairs of prompts whose
+    first part is cached. A server that does not report cached tokens has no steps of the last kind."""
     clients = [Client(target) for target in targets]
     for client in clients:
         await client.__aenter__()
@@ -102,6 +123,13 @@ async def probe_worker(
             ttft_s = median(record.ttft_s or 0.0 for record in found)
             steps.append(ProbedStep(max(1e-6, ttft_s - host_s), prompt_tokens=length))
             first_gaps.append((length, median(record.gaps_s[0] for record in found if record.gaps_s)))
+        for cached, new in follow_ups:
+            found = [record for _ in range(repeats) for record in await probe.follow_up(cached, new)]
+            cached = min(record.cached_tokens or 0 for record in found)
+            if cached:
+                ttft_s = median(record.ttft_s or 0.0 for record in found)
+                computed = max(record.prompt_tokens or 0 for record in found) - cached
+                steps.append(ProbedStep(max(1e-6, ttft_s - host_s), context=cached, prompt_tokens=computed))
         for rows, context in decodes:
             gaps: list[float] = []
             for _ in range(max(1, repeats // 2)):

@@ -32,10 +32,10 @@ def decode_step(rows: int, context: int, seconds: float, held_out: bool) -> Meas
     return MeasuredStep(StepWork(rows, rows, rows * context, 0.0, context), seconds, held_out)
 
 
-def prompt_step(num_tokens: int, seconds: float, held_out: bool) -> MeasuredStep:
-    """Return a measured step that computed one whole prompt."""
-    pairs = num_tokens * (num_tokens + 1) / 2
-    return MeasuredStep(StepWork(num_tokens, 1, 0, pairs, num_tokens), seconds, held_out)
+def prompt_step(num_tokens: int, cached_tokens: int, seconds: float, held_out: bool) -> MeasuredStep:
+    """Return a measured step that computed the last `num_tokens` of a prompt, after `cached_tokens`."""
+    pairs = num_tokens * (cached_tokens + (num_tokens + 1) / 2)
+    return MeasuredStep(StepWork(num_tokens, 1, 0, pairs, cached_tokens + num_tokens), seconds, held_out)
 
 
 def fit(steps: Sequence[MeasuredStep], max_rows: int) -> tuple[StepModel, CalibratedBounds, Residuals]:

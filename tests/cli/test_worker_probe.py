@@ -11,11 +11,11 @@ from stoker.loadgen.client import Target
 from stoker.loadgen.worker_probe import ProbeFailed, probe_worker
 
 
-def words(seen: Seen) -> Reply:
+def words(seen: Seen, cached_tokens: int = 0) -> Reply:
     pieces: list[bytes | float] = []
     for _ in range(seen.body["max_tokens"]):
         pieces += [0.001, text_event("w")]
-    return Reply([*pieces, *finish(len(seen.body["prompt"]), seen.body["max_tokens"])])
+    return Reply([*pieces, *finish(len(seen.body["prompt"]), seen.body["max_tokens"], cached_tokens)])
 
 
 def test_prompts_and_batches_are_measured() -> None:
@@ -27,6 +27,26 @@ def test_prompts_and_batches_are_measured() -> None:
     assert [tokens for tokens, _ in found.handoff_gaps_s] == [32]
     prompts = [tuple(seen.body["prompt"]) for seen in server.seen if len(seen.body["prompt"]) > 1]
     assert len(set(prompts)) == len(prompts), "a prompt that was sent before is cached"
+
+
+def test_prompts_with_a_cached_head_are_measured() -> None:
+    seen_prompts: list[list[int]] = []
+
+    def cached_words(seen: Seen) -> Reply:
+        prompt = seen.body["prompt"]
+        cached = max((len(one) for one in seen_prompts if prompt[: len(one)] == one), default=0)
+        seen_prompts.append(prompt)
+        return words(seen, cached)
+
+    with running(ScriptedServer(cached_words)) as server:
+        found = asyncio.run(probe_worker([Target(server.url)], "m", 1000, [], [], repeats=2, follow_ups=[(48, 16)]))
+    assert [(one.rows, one.context, one.prompt_tokens) for one in found.steps] == [(1, 5, 0), (0, 48, 16)]
+
+
+def test_a_server_without_cached_tokens_has_no_such_steps() -> None:
+    with running(ScriptedServer(words)) as server:
+        found = asyncio.run(probe_worker([Target(server.url)], "m", 1000, [], [], repeats=1, follow_ups=[(48, 16)]))
+    assert [one.rows for one in found.steps] == [1]
 
 
 def test_a_server_that_fails_is_an_error() -> None:
