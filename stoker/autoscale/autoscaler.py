@@ -7,7 +7,10 @@ budget allows. Before that, a pool with a much higher load than the other one ge
 
 What keeps it calm: several decisions in a row must agree, there is a pause after each change and a longer one before the opposite
 change, and measurements of new workers do not count. A worker that was asked for is counted until it joins or its time is over;
-then the pause before the next request for one doubles. It changes at most one worker at a time.
+then the pause before the next request for one doubles. Each decision changes at most one worker.
+
+A large overload needs several workers. After the first confirmed flip, the next decisions flip further workers without a pause,
+as long as the pool is above `high` and the other pool has room. Their number follows from the load, and a pool at most doubles.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Autoscaler:
         self._num_agreeing = 0
         self._changed_s = -math.inf
         self._grew: Role | None = None  # the pool that the last change made larger
-        self._shrank = False  # the last change stopped a worker
+        self._num_more = 0  # further workers that this pool gets without a pause
         self._pending: _PendingStart | None = None
         self._num_unmet = 0
         self._start_after_s = -math.inf
@@ -54,6 +57,9 @@ class Autoscaler:
         self._follow(sample.workers, now)
         prefill, decode = prefill_load(sample, self._settings), decode_load(sample, self._settings)
         numbers = self._numbers(sample, prefill, decode)
+        more, reason = self._further_flip(sample, prefill, decode, now)
+        if isinstance(more, Flip):
+            return Decision(more, reason, numbers)
         wanted, reason = self._wanted(sample, prefill, decode, now)
         if isinstance(wanted, Keep):
             self._num_agreeing = 0
@@ -71,13 +77,17 @@ class Autoscaler:
         if isinstance(action, Keep):
             return
         self._changed_s, self._num_agreeing = now, 0
-        self._shrank = isinstance(action, Stop)
         self._grew = None if isinstance(action, Stop) else action.role
         if isinstance(action, Start):
             known = frozenset(one.worker_id for one in sample.workers)
             self._pending = _PendingStart(now + self._settings.start_s, known)
         elif isinstance(action, Stop):
             self._stopping.add(action.worker_id)
+        elif self._num_more:
+            self._num_more -= 1
+        else:
+            load_of = decode_load if action.role is Role.DECODE else prefill_load
+            self._num_more = max(0, self._num_missing(load_of(sample, self._settings)) - 1)
 
     # ---- what happened since
 
@@ -119,6 +129,25 @@ class Autoscaler:
         if prefill.load <= low and decode.load <= low:
             return self._shrink(sample, prefill, decode, now, loads)
         return KEEP, f"{loads}: within the goals"
+
+    def _further_flip(self, sample: FleetSample, prefill: PoolLoad, decode: PoolLoad, now: float) -> tuple[Action, str]:
+        """Return the next flip for a large overload. The rest is given up when one is not needed or not possible."""
+        if not self._num_more or self._grew is None:
+            return KEEP, ""
+        pool, other = (decode, prefill) if self._grew is Role.DECODE else (prefill, decode)
+        if pool.load > self._settings.high:
+            action, reason = self._take(sample, pool, self._grew, other, now)
+            if isinstance(action, Flip):
+                loads = f"prefill {prefill.load:.2f}, decode {decode.load:.2f}"
+                return action, f"{loads}: {reason}; {self._num_more} more in a row"
+        self._num_more = 0
+        return KEEP, ""
+
+    def _num_missing(self, pool: PoolLoad) -> int:
+        """Return how many more workers bring the load of a pool to `high`, at most as many as it has."""
+        if pool.load >= 2 * self._settings.high:
+            return pool.num_workers
+        return math.ceil(pool.num_workers * (pool.load / self._settings.high - 1))
 
     def _grow(self, sample: FleetSample, pool: PoolLoad, role: Role, other: PoolLoad, now: float) -> tuple[Action, str]:
         """Return how a pool above its goal gets a worker."""

@@ -20,7 +20,7 @@ class WorkerSample:
 
     worker_id: WorkerId
     role: Role
-    age_s: float  # since it joined, or got this role
+    age_s: float  # since it joined; a new role does not make it cold
     queued_tokens: float = 0.0  # prompt tokens that it was given and has not computed
     prefill_tokens_per_s: float | None = None  # None: not measured
     running: int = 0  # sequences

@@ -31,7 +31,6 @@ class Member:
     report: LoadReport | None = None
     reported_at: float = 0.0
     seen_at: float = 0.0  # when it was added, or last sent a heartbeat
-    role_at: float = 0.0  # when it joined or got its role
     share: float = 1.0  # slow start: fraction of its full speed, updated when a pool is built
     weight: float = 1.0  # share of the work: the configured weight times `share`
     tokens_per_s: float = 1.0  # prefill speed: its own if known, else the fleet's average; reduced in slow start
@@ -76,7 +75,6 @@ class Fleet:
         if member is not None:
             member.seen_at = now
             if member.spec != spec:
-                member.role_at = now if member.spec.role is not spec.role else member.role_at
                 member.spec = spec
                 member.models = frozenset(spec.models) or member.models
                 self._invalidate()
@@ -84,7 +82,7 @@ class Fleet:
         # The first workers of a fleet skip the slow start: there is no other worker to take the load meanwhile.
         first = not any(now - other.joined_at > self._settings.health.slow_start_s for other in self._members.values())
         health = WorkerHealth(self._settings.health, now, warm=first)
-        member = Member(spec, health, frozenset(spec.models), joined_at=now, seen_at=now, role_at=now)
+        member = Member(spec, health, frozenset(spec.models), joined_at=now, seen_at=now)
         self._members[spec.worker_id] = member
         self._update_rates()
         self._invalidate()
@@ -104,7 +102,7 @@ class Fleet:
         """Give a worker another role. The next request sees it."""
         member = self._members.get(worker_id)
         if member is not None:
-            member.spec, member.role_at = replace(member.spec, role=role), now
+            member.spec = replace(member.spec, role=role)
             self._invalidate()
 
     def expire(self, now: float, silent_s: float) -> list[WorkerId]:

@@ -104,7 +104,7 @@ class FleetSampler:
         return WorkerSample(
             worker_id=member.worker_id,
             role=member.spec.role,
-            age_s=now - member.role_at,
+            age_s=now - member.joined_at,
             queued_tokens=max(load.queued_tokens, float(report.waiting_tokens if report else 0)),
             prefill_tokens_per_s=member.rates.prefill_tokens_per_s,
             running=max(load.decoding, report.running_sequences if report else 0),

@@ -101,7 +101,7 @@ class Model:
         match action:
             case Flip(worker_id=name, role=role):
                 assert self.roles[name] is not role
-                self.roles[name], self.since[name] = role, self.now
+                self.roles[name] = role  # its process goes on, so it stays warm
             case Start(role=role):
                 if self.can_start:
                     self.starting.append((self.now + self.start_takes_s, role))
@@ -248,6 +248,68 @@ def test_the_worker_with_the_fewest_requests_changes() -> None:
     assert decision.action == Flip(WorkerId("d2"), Role.PREFILL)
     assert decision.numbers["prefill_load"] == 45.0
     assert "prefill 45.00" in decision.reason
+
+
+def flip_times(model: Model) -> list[float]:
+    return [when for when, action in model.actions if isinstance(action, Flip)]
+
+
+def test_a_large_overload_moves_several_workers_without_a_pause() -> None:
+    """A pool at most doubles, then the pause and the confirmation apply again."""
+    model = fleet(2, 8, settings=FIXED)
+    model.run(60, tokens_per_s=200_000, running=8)
+    gaps = [later - earlier for earlier, later in pairwise(flip_times(model))]
+    pause_s = FIXED.hold_s + FIXED.confirm - 1
+    assert gaps == [1.0, pause_s, 1.0, 1.0, 1.0, pause_s]
+    assert (model.count(Role.PREFILL), model.count(Role.DECODE)) == (9, 1)
+
+
+def test_a_small_overload_moves_one_worker() -> None:
+    model = fleet(4, 4, settings=FIXED)
+    model.run(int(FIXED.hold_s), tokens_per_s=36_000, running=8)
+    assert len(model.actions) == 1
+
+
+def test_the_move_of_several_workers_ends_with_the_overload() -> None:
+    model = fleet(4, 8, settings=FIXED)
+    model.run(3, tokens_per_s=100_000, running=8)
+    assert len(model.actions) == 1
+    model.queued = 0.0
+    model.run(1, tokens_per_s=1_000, running=8)
+    model.run(5, tokens_per_s=100_000, running=8)
+    assert len(model.actions) == 1, "a plan that was given up does not go on"
+
+
+def test_the_move_of_several_workers_leaves_the_other_pool_its_room() -> None:
+    """Four workers decode at a load of 0.5. Two of them would have a load of 1."""
+    model = fleet(4, 4, settings=FIXED)
+    model.run(200, tokens_per_s=200_000, running=100)
+    assert model.count(Role.DECODE) == 3
+    assert max(model.sample(0.0, 100).workers, key=lambda one: one.running).running * STEP_S < FIXED.itl_s
+
+
+def test_the_move_of_several_workers_goes_on_after_a_refused_one() -> None:
+    model = fleet(4, 8, settings=FIXED)
+    model.run(3, tokens_per_s=100_000, running=8)
+    sample = model.sample(100_000, 8)
+    refused = [model.scaler.decide(sample, model.now + tries).action for tries in (1, 2)]
+    assert [type(one) for one in refused] == [Flip, Flip]
+    model.now += 2
+    model.run(20, tokens_per_s=100_000, running=8)
+    assert [later - earlier for earlier, later in pairwise(flip_times(model)[:4])] == [3.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_oscillation_under_bursts(seed: int) -> None:
+    """Opposite flips are at least `reverse_s` apart, however large the bursts are."""
+    rng = random.Random(seed)
+    model = fleet(4, 4, settings=FIXED)
+    for _ in range(100):
+        model.run(rng.randint(1, 40), rng.choice([0, 3e4, 1e6]), rng.choice([0, 80, 2000]))
+    for (before_s, before), (now_s, now) in pairwise(model.actions):
+        assert isinstance(before, Flip)
+        assert isinstance(now, Flip)
+        assert before.role is now.role or now_s - before_s >= FIXED.reverse_s
 
 
 def test_no_workers_is_no_error() -> None:

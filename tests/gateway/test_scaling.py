@@ -69,6 +69,21 @@ def test_a_backlog_of_prompts_makes_a_decode_worker_prefill() -> None:
     asyncio.run(main())
 
 
+def test_a_worker_stays_warm_when_its_role_changes() -> None:
+    async def main() -> None:
+        async with World() as world:
+            await add_pair(world, 3)
+            scaling = scaling_of(world, replace(SETTINGS, warm_s=90.0))
+            queue(world, "p", 3_000)
+            assert (await scaling.step()).action == Flip(WorkerId("d0"), Role.PREFILL)
+            world.clock.advance(SETTINGS.hold_s)
+            report(world)
+            queue(world, "p", 9_000)
+            assert (await scaling.step()).action == Flip(WorkerId("d1"), Role.PREFILL)
+
+    asyncio.run(main())
+
+
 def test_a_dry_run_changes_nothing() -> None:
     async def main() -> None:
         async with World() as world:
