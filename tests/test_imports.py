@@ -22,7 +22,7 @@ import stoker
 ROOT = Path(stoker.__file__).parent
 HEAVY = frozenset({"torch", "triton", "xgrammar"})  # slow to import, or importing something that is
 ENGINE_SIDE = "torch triton numpy safetensors"
-GATEWAY_BASE = "gateway.config gateway.worker_option gateway.api gateway.http"
+GATEWAY_BASE = "gateway.worker_option gateway.api gateway.http"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ TABLE = {
     "gateway.watch": Allowed(
         f"{GATEWAY_BASE} gateway.prefix routing fleet text proto kv.blocks", "msgspec xxhash zmq", light=True
     ),
-    "gateway.admission": Allowed(f"{GATEWAY_BASE} gateway.store fleet routing", "msgspec", light=True),
+    "gateway.admission": Allowed(
+        f"{GATEWAY_BASE} gateway.key_settings gateway.store fleet routing", "msgspec", light=True
+    ),
     "gateway.store": Allowed("", "psycopg", light=True),
     "gateway.objects": Allowed(f"{GATEWAY_BASE} gateway.store gateway.admission proto", "msgspec", light=True),
     "gateway.records": Allowed(
@@ -101,9 +103,7 @@ TABLE = {
         "msgspec",
         light=True,
     ),
-    "sim": Allowed(
-        "sched kv.blocks routing fleet gateway.admission gateway.config loadgen.prompts", "msgspec", light=True
-    ),
+    "sim": Allowed("sched kv.blocks routing fleet gateway.admission loadgen.prompts", "msgspec", light=True),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
     "up.placement": Allowed("up", "ray", light=True),
     "observe": Allowed("", light=True),

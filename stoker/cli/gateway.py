@@ -26,7 +26,8 @@ from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
     from stoker.gateway.build import GatewayServer
-    from stoker.gateway.config import GatewayConfig, ListenSettings
+    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.listen_settings import ListenSettings
 
 NAME = "gateway"
 HELP = "route requests to many workers, with limits, API keys and metering"

@@ -21,7 +21,8 @@ from stoker.base.settings import Declared, declared
 
 if TYPE_CHECKING:
     from stoker.gateway.admission.key_store import StoredKey
-    from stoker.gateway.config import GatewayConfig, KeySettings
+    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.key_settings import KeySettings
     from stoker.gateway.store.watched import WatchedStore
 
 NAME = "keys"
@@ -43,7 +44,8 @@ _LIMITS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from stoker.gateway.config import GatewayConfig, KeySettings
+    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.key_settings import KeySettings
 
     parser.description = DESCRIPTION
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
@@ -89,7 +91,7 @@ def _open_store(args: argparse.Namespace, *, must_exist: bool = False) -> Watche
 def _create(args: argparse.Namespace) -> int:
     from stoker.gateway.admission.api_keys import new_key
     from stoker.gateway.admission.key_store import KeyStore
-    from stoker.gateway.config import KeySettings
+    from stoker.gateway.key_settings import KeySettings
 
     secret, digest = new_key()
     flags = [_with_flag(one) for one in declared(KeySettings) if one.key in ("tenant", *_LIMITS)]

@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
 def gateway_families() -> list[MetricFamily]:
     """Return the metrics of a gateway that has a store and a live twin."""
     from stoker.gateway.build import build_gateway
-    from stoker.gateway.config import GatewayConfig, TwinSettings
+    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.routing_settings import TwinSettings
     from stoker.observe.metric_catalog import read_families
 
     async def page(folder: Path) -> bytes:

@@ -62,8 +62,6 @@ def resolve_on(
     step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
     ranks = settings.ranks
     layout = layout or RankLayout(ranks.tp, ranks.pp, ranks.ep, ranks.cp)
-    if layout.cp > 1:
-        _check_split(settings, layout)
     drafters = DrafterChoice.parse(OFF if settings.drafter is None else settings.drafter)
     return ResolvedSettings(
         device=device,
@@ -116,14 +114,6 @@ def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtyp
                 f"{'.'.join(map(str, capability))}; use --kv-dtype int8"
             )
     return kv_dtype
-
-
-def _check_split(settings: EngineSettings, layout: RankLayout) -> None:
-    """Raise ConfigError for settings that do not work with a split context: other workers take whole blocks."""
-    if settings.handoff.serves:
-        raise ConfigError(
-            f"cp={layout.cp}: --role prefill and --kv-port do not work with a split context yet; remove it, or --cp"
-        )
 
 
 def _block_tokens(settings: EngineSettings, cp: int, on_cpu: bool) -> int:

@@ -36,7 +36,7 @@ from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.admission.key_watch import KeyWatch, NoKeyWatch
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret, read_secrets
+from stoker.gateway.config import GatewayConfig, read_secret, read_secrets
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.duties import Duties
@@ -48,6 +48,7 @@ from stoker.gateway.insight.insight_endpoint import InsightEndpoint
 from stoker.gateway.insight.kv_pages import KvPages
 from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.live_stream import LiveStream
+from stoker.gateway.listen_settings import ListenSettings
 from stoker.gateway.membership import Membership
 from stoker.gateway.objects.tenant_objects import NoObjects, TenantObjects
 from stoker.gateway.path.app import Gateway, GatewayParts

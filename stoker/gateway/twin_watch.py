@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import stoker
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
-from stoker.gateway.config import TwinSettings
 from stoker.gateway.path.call import Call
 from stoker.gateway.records.metrics import GatewayMetrics, Sample
+from stoker.gateway.routing_settings import TwinSettings
 from stoker.sim.calibration import read_calibration
 from stoker.sim.live_twin import LiveTwin, PrefillWork, by_rates, calibrated
 

@@ -16,9 +16,9 @@ from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_matches import PrefixMatches
 from stoker.fleet.spec import LoadReport, WorkerSpec
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.admission.fair_queue import ADMITTED, WAITING, FairQueue, Ticket
-from stoker.gateway.config import AdmissionSettings
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.routing.query import Leg, Route, RouteQuery

@@ -15,7 +15,7 @@ import msgspec
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role, WorkerSpec
-from stoker.gateway.config import AdmissionSettings
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.routing.settings import RouterSettings
 from stoker.sim.calibration import Calibration, LinkCosts, scaled
 from stoker.sim.event_loop import EventLoop

@@ -14,7 +14,7 @@ from scripted_server import ScriptedServer
 from test_gateway_cli import curl, started
 
 from stoker.cli.main import main
-from stoker.gateway.config import KeySettings
+from stoker.gateway.key_settings import KeySettings
 
 
 def keys(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

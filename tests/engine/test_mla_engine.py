@@ -3,10 +3,12 @@ engine that computes everything once."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import test_handoff_engine as handoff
+import test_local_sets as local_sets
 import test_schedules as schedules
 import test_speculation as speculation
 import torch
@@ -44,6 +46,14 @@ def test_tiers(folder: Path, tier: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_speculation(folder: Path) -> None:
     speculation.test_drafts_change_no_answer_and_return_every_block(folder, "cache", 18, 16, 1)
+
+
+def test_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another worker, at the first and at a later token, with and without the blocks of the first worker."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1, 199) for _ in range(length)] for length in local_sets.LENGTHS]
+    model = local_sets.TinyModel(folder, prompts, [])
+    local_sets.test_an_answer_is_resumed_on_another_worker(model, tmp_path, monkeypatch)
 
 
 def test_the_cache_holds_one_entry_per_token_and_layer(folder: Path) -> None:

@@ -15,14 +15,15 @@ from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import LoadReport, WorkerSpec
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.api_keys import AdminToken, Caller
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.reply import Reply
-from stoker.gateway.config import AdmissionSettings, PriceSettings
 from stoker.gateway.doctor.miss_parts import MissPart
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.duties import Duties
+from stoker.gateway.key_settings import PriceSettings
 from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.upstream import Upstreams

@@ -21,19 +21,20 @@ from stoker.fleet.load_book import LoadBook, LoadTotals
 from stoker.fleet.lost_blocks import LostBlocks
 from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.admission_settings import AdmissionSettings, FlexSettings
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.fair_queue import Capacity
 from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
-from stoker.gateway.config import AdmissionSettings, FlexSettings, KeySettings, ProxySettings
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
 from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.latency_goals import LatencyGoals
+from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.objects.tenant_objects import NoObjects
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.dialects.dialect import resuming_dialects
@@ -44,6 +45,7 @@ from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.proxy_settings import ProxySettings
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams

@@ -223,6 +223,12 @@ HANDOFFS = [
     ("llama", "tp4", "tp2 pp2"),
     ("kimi-k2", "pp2", "tp2"),
     ("gpt-oss", "pp2", "ep2"),
+    ("kimi-k2", "tp2 cp2", ""),
+    ("kimi-k2", "", "tp2 cp2"),
+    ("kimi-k2", "tp2 cp2", "tp2 cp2"),
+    ("kimi-k2", "pp2", "tp2 cp2"),
+    pytest.param("kimi-k2", "tp4 cp2", "tp2 pp2 cp2", marks=pytest.mark.slow),
+    pytest.param("kimi-k2", "tp2 cp2", "tp4 ep2 cp4", marks=pytest.mark.slow),
 ]
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.base.config import HandoffSettings, KvSettings, RankSettings
+from stoker.base.config import KvSettings, RankSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.llm import LLM, LLMOutput
-from stoker.engine.memory import resolve
 from stoker.engine.model_identity import read_hf_config
 from stoker.layers.moe import MoeConfig
 from stoker.models.decoder_family import DecoderFamily
@@ -22,7 +21,7 @@ from stoker.sched.step_costs import StepCosts
 from stoker.sched.step_size import StepSize
 from tests.parallel.rank_cases import CANDIDATES, CHANGES, LAYOUTS, ParityGrammars, answers, requests, settings
 from tests.parallel.virtual_ranks import VirtualRanks
-from tests.tiny import SHAPES, config_of, make_tiny
+from tests.tiny import SHAPES, make_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -107,12 +106,6 @@ def test_a_block_that_ranks_cannot_split_is_refused(tmp_path: Path) -> None:
     odd = replace(settings(RankSettings(2, 1, 1, 2)), kv=KvSettings(block_tokens=5, num_blocks=20))
     with pytest.raises(ConfigError, match=r"kv\.block_tokens=5 is not a multiple of cp=2; use --block-tokens 6"):
         LLM(tmp_path, odd, ranks=VirtualRanks())
-
-
-def test_hand_off_of_a_split_context_is_refused_by_name() -> None:
-    given = replace(settings(RankSettings(2, 1, 1, 2)), handoff=HandoffSettings(serves=True))
-    with pytest.raises(ConfigError, match="cp=2: --role prefill and --kv-port do not work with a split context yet"):
-        resolve(given, family_of(config_of("deepseek"), "config.json").shape)
 
 
 def test_ranks_that_split_the_context_hold_more_tokens_in_the_same_memory(tmp_path: Path) -> None:

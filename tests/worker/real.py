@@ -33,7 +33,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _HIDDEN, _MIDDLE, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 32, 64, 2, 4, 2, 8
 
 
@@ -71,7 +71,7 @@ def make_tiny_folder(folder: Path, tokenizer: Path, max_positions: int = 8192) -
     weights = {name: 0.5 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         shutil.copy(tokenizer / name, folder / name)
     return folder
 

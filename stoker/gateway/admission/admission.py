@@ -19,6 +19,7 @@ import msgspec
 
 from stoker.base.errors import Overloaded
 from stoker.base.log import EventLog
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.admission.budgets import Budget
 from stoker.gateway.admission.fair_queue import WAITING, Capacity, FairQueue, Ticket
@@ -26,7 +27,6 @@ from stoker.gateway.admission.flex import FlexGate, FlexSlot
 from stoker.gateway.admission.limit_leases import LimitLeases, NoLeases
 from stoker.gateway.admission.prices import FREE, Price
 from stoker.gateway.admission.rate_limits import Refusal
-from stoker.gateway.config import AdmissionSettings
 
 _TICK_S = 0.05
 _MAX_FREE_MODELS = 64  # that the log names; a client may make up names

@@ -15,7 +15,7 @@ from typing import Protocol
 from stoker.base.errors import ConfigError, StokerError
 from stoker.gateway.admission.budgets import KeyBudgets
 from stoker.gateway.admission.rate_limits import KeyLimiter
-from stoker.gateway.config import KeySettings, TenantSettings
+from stoker.gateway.key_settings import KeySettings, TenantSettings
 
 ANONYMOUS = "anonymous"
 DEFAULT_TENANT = "default"

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from stoker.gateway.admission.leased_limits import IDLE_S
 from stoker.gateway.admission.rate_limits import Refusal
-from stoker.gateway.config import KeySettings
+from stoker.gateway.key_settings import KeySettings
 
 UNITS = 10**12
 _PERIODS = {"total": "", "day": "%Y-%m-%d", "month": "%Y-%m"}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.spec import Role
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.fair_queue import Capacity
-from stoker.gateway.config import AdmissionSettings
 
 _REPORT_AGE_S = 5.0  # an older load report is ignored
 _LANES_AGE_S = 0.5  # the table of lanes is computed again after this time

@@ -31,7 +31,7 @@ import msgspec
 from stoker.base.errors import Overloaded
 from stoker.base.fair_shares import FairShares
 from stoker.base.shortest_first import OVERTAKING_RATIO, ShortestFirst
-from stoker.gateway.config import AdmissionSettings
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 
 MIN_COST_TOKENS = 32  # charged even for a fully cached request
 _CAPACITY_AGE_S = 0.05  # the capacity is read again after this time

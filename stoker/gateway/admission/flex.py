@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from stoker.base.errors import Overloaded
 from stoker.fleet.other_load import NO_OTHERS, OtherLoad
-from stoker.gateway.config import FlexSettings
+from stoker.gateway.admission.admission_settings import FlexSettings
 
 _TICK_S = 0.05
 

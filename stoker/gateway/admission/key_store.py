@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from stoker.base.errors import ConfigError, NotFound
 from stoker.base.settings import from_table
-from stoker.gateway.config import KeySettings
+from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.store.audit import AUDIT_TABLES, audit
 from stoker.gateway.store.store import Store, StoreRefused, Tables, Transaction
 

@@ -11,7 +11,7 @@ from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.key_store import KeyStore, key_counts, valid_keys
-from stoker.gateway.config import KeySettings
+from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.store.store import StoreTimeout, StoreUnavailable, Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 

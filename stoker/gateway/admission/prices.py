@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Decimal
 
-from stoker.gateway.config import PriceSettings
+from stoker.gateway.key_settings import PriceSettings
 
 _UNITS_PER_TOKEN = Decimal(10) ** 6  # a price of 1 per million tokens is this many units per token
 _UNIT = Decimal(10) ** -12

@@ -9,12 +9,12 @@ from functools import partial
 
 import msgspec
 
-from stoker.gateway.config import BatchSettings
 from stoker.gateway.objects import batch_table as table
 from stoker.gateway.objects import file_table
 from stoker.gateway.objects.batch_file import BatchReader
 from stoker.gateway.objects.batch_table import FAILED, SUCCEEDED, WAITING, StoredBatch
 from stoker.gateway.objects.file_table import PIECE_BYTES, StoredFile
+from stoker.gateway.objects.object_settings import BatchSettings
 from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 

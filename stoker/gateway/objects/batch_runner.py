@@ -20,12 +20,12 @@ from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
-from stoker.gateway.config import BatchSettings
 from stoker.gateway.http import Headers, HttpRequest, InternalRequest, internal_head
 from stoker.gateway.objects import batch_table as table
 from stoker.gateway.objects.batch_files import BatchFiles, line_id
 from stoker.gateway.objects.batch_table import BatchLine, LineResult, StoredBatch
 from stoker.gateway.objects.line_usage import LineUsage, usage_of
+from stoker.gateway.objects.object_settings import BatchSettings
 from stoker.gateway.store.store_threads import StoreThreads
 
 RunLine = Callable[[HttpRequest], Awaitable[None]]

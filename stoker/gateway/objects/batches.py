@@ -16,7 +16,6 @@ from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.base.long_task import TaskErrors
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.reply import Reply, json_reply, method_not_allowed
-from stoker.gateway.config import BatchSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects import batch_table as table
 from stoker.gateway.objects.batch_file import ENDPOINTS
@@ -24,6 +23,7 @@ from stoker.gateway.objects.batch_runner import BatchRunner
 from stoker.gateway.objects.batch_table import BATCH_TABLES, BatchDetails, StoredBatch
 from stoker.gateway.objects.file_table import get_file
 from stoker.gateway.objects.object_ids import is_object_id
+from stoker.gateway.objects.object_settings import BatchSettings
 from stoker.gateway.objects.pages import list_object, page_of
 from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads

@@ -13,12 +13,12 @@ from urllib.parse import parse_qs
 from stoker.base.errors import InvalidRequest, NotFound, StokerError
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.reply import Reply, json_reply, method_not_allowed
-from stoker.gateway.config import BatchSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects import file_table as table
 from stoker.gateway.objects.file_table import FILE_TABLES, PIECE_BYTES, StoredFile
 from stoker.gateway.objects.multipart import FormPart, read_form
 from stoker.gateway.objects.object_ids import is_object_id
+from stoker.gateway.objects.object_settings import BatchSettings
 from stoker.gateway.objects.pages import list_object, page_of, small_number
 from stoker.gateway.objects.quota import QUOTA_TABLES, add_bytes
 from stoker.gateway.objects.slow_clients import wait_for_room

@@ -25,10 +25,10 @@ from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, fields
-from stoker.gateway.config import ResponsesSettings
 from stoker.gateway.http import Headers, HttpRequest, InternalRequest, RequestHead, internal_head
 from stoker.gateway.objects import response_table as table
 from stoker.gateway.objects.begun_streams import stored_stream
+from stoker.gateway.objects.object_settings import ResponsesSettings
 from stoker.gateway.objects.response_events import EditedStream, ResponseEdits, error_of, event_number, response_event
 from stoker.gateway.objects.response_table import StoredResponse
 from stoker.gateway.store.store import Transaction

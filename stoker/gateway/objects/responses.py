@@ -21,10 +21,10 @@ from stoker.base.long_task import TaskErrors
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, check_utf8, fields
 from stoker.gateway.api.reply import JSON, Reply, json_reply, method_not_allowed
-from stoker.gateway.config import ResponsesSettings
 from stoker.gateway.http import Headers, HttpRequest, InternalRequest, RequestHead, internal_head
 from stoker.gateway.objects import response_table as table
 from stoker.gateway.objects.object_ids import is_object_id
+from stoker.gateway.objects.object_settings import ResponsesSettings
 from stoker.gateway.objects.pages import page_of, paged, small_number
 from stoker.gateway.objects.quota import QUOTA_TABLES
 from stoker.gateway.objects.response_events import EditedStream, ResponseEdits, events_beyond

@@ -13,7 +13,6 @@ from stoker.base.long_task import TaskErrors, repeat
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import Reply
-from stoker.gateway.config import BatchSettings, ResponsesSettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.objects import batch_table, file_table, response_table
 from stoker.gateway.objects.batch_runner import RunLine
@@ -21,6 +20,7 @@ from stoker.gateway.objects.batches import PATH as BATCHES_PATH
 from stoker.gateway.objects.batches import BatchesEndpoint
 from stoker.gateway.objects.files import PATH as FILES_PATH
 from stoker.gateway.objects.files import FilesEndpoint
+from stoker.gateway.objects.object_settings import BatchSettings, ResponsesSettings
 from stoker.gateway.objects.response_runs import Generate
 from stoker.gateway.objects.responses import StoredResponses
 from stoker.gateway.store.store_threads import StoreThreads

@@ -25,12 +25,12 @@ from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.flex import FlexGate
 from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8, fields
 from stoker.gateway.api.reply import Reply, method_not_allowed
-from stoker.gateway.config import ProxySettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import RequestIds, given_request_id, requested_model
 from stoker.gateway.path.errors import reply_of
 from stoker.gateway.path.forwarding import forward_to_any
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases
+from stoker.gateway.path.proxy_settings import ProxySettings
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.records.running_usage import RunningUsage, UsageLedger
 from stoker.gateway.records.usage_row import MAX_TOKENS, UsageHead, UsageRow

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from stoker.base.errors import StokerError
 from stoker.fleet.fleet import Member
 from stoker.gateway.api.reply import Reply
-from stoker.gateway.config import ProxySettings
 from stoker.gateway.http import ResponseAborted, ResponseLost, Unreachable, header_block
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.failure_kinds import MAX_STRIKES, known_status
+from stoker.gateway.path.proxy_settings import ProxySettings
 from stoker.gateway.path.upstream import Upstream, Upstreams
 from stoker.routing.query import NoWorker
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.fleet.fleet import Fleet
-from stoker.gateway.config import ProxySettings
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.moves import Moves
+from stoker.gateway.path.proxy_settings import ProxySettings
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.records.metrics import GatewayMetrics
 

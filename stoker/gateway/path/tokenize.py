@@ -21,10 +21,10 @@ from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, method_not_allowed
-from stoker.gateway.config import ProxySettings
 from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.forwarding import forward_to_any
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, renamed_body
+from stoker.gateway.path.proxy_settings import ProxySettings
 from stoker.gateway.path.upstream import Upstreams
 from stoker.proto.internal_http import COUNT_TOKENS_PATH, INPUT_TOKENS_PATH
 from stoker.proto.openai.decode import decode

@@ -32,7 +32,7 @@ import msgspec
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
 from stoker.gateway.admission.prices import Price, PriceList
-from stoker.gateway.config import MeterSettings
+from stoker.gateway.records.record_settings import MeterSettings
 from stoker.gateway.records.running_usage import RunningUsage, SlotUsage
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, recovered_row, tail_bytes
 from stoker.gateway.records.usage_tables import TABLES, insert_usage, price_id

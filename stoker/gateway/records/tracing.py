@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from stoker.base.errors import ConfigError
 from stoker.base.extras import install_command
-from stoker.gateway.config import TracingSettings
+from stoker.gateway.records.record_settings import TracingSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

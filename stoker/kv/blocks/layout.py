@@ -7,6 +7,7 @@ computes shapes, without torch. kv/device/device_kv.py makes the tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, lcm
@@ -170,6 +171,11 @@ class KvLayout:
         """Tokens of a block that this rank holds."""
         return self.block_tokens // self.num_parts
 
+    @property
+    def tokens(self) -> range:
+        """The tokens that this rank holds, counted within a block."""
+        return range(self.part * self.page_tokens, (self.part + 1) * self.page_tokens)
+
     @cached_property
     def places(self) -> tuple[GroupLayout, ...]:
         """Where each group of this rank is in a block."""
@@ -211,7 +217,8 @@ class KvLayout:
     @property
     def whole_part(self) -> BlockPart:
         """Everything that this rank holds."""
-        return BlockPart(self.first_head, self.end_head, tuple(group.layers for group in self.groups))
+        tokens = None if self.num_parts == 1 else self.tokens
+        return BlockPart(self.first_head, self.end_head, tuple(group.layers for group in self.groups), tokens)
 
     @property
     def identity(self) -> str:
@@ -231,15 +238,17 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """Some heads and some layers of a block, counted as in the whole model. `layers` has a range for each group."""
+    """Some heads, layers and tokens of a block, counted as in the whole model. `layers` has a range for each group."""
 
     first_head: int
     end_head: int
     layers: tuple[range, ...]
+    tokens: range | None = None  # counted within the block. None: all of it
 
     def __str__(self) -> str:
         layers = ", ".join(f"{one.start} to {one.stop}" for one in self.layers)
-        return f"heads {self.first_head} to {self.end_head} of layers {layers}"
+        tokens = "" if self.tokens is None else f", tokens {self.tokens.start} to {self.tokens.stop}"
+        return f"heads {self.first_head} to {self.end_head} of layers {layers}{tokens}"
 
     def is_held_by(self, layout: KvLayout) -> bool:
         """Return True if a rank with this layout holds all of it, and it is not empty."""
@@ -251,6 +260,11 @@ class BlockPart:
                 for group, layers in zip(layout.groups, self.layers, strict=True)
             )
             and any(self.layers)
+            and (
+                layout.num_parts == 1
+                if self.tokens is None
+                else layout.tokens.start <= self.tokens.start < self.tokens.stop <= layout.tokens.stop
+            )
         )
 
 
@@ -272,7 +286,7 @@ class ByteRuns:
 class BlockSlice:
     """The bytes of a part of a block. The concatenated runs are the same bytes whatever else the block holds."""
 
-    runs: tuple[ByteRuns, ...]  # at most one entry per group, or a single run for all that a rank holds
+    runs: tuple[ByteRuns, ...]  # in the order of the groups, or a single run for all that a rank holds
 
     @property
     def total_bytes(self) -> int:
@@ -284,8 +298,11 @@ class BlockSlice:
 
 
 def block_slice(layout: KvLayout, part: BlockPart) -> BlockSlice:
-    """Return the slice of a block that holds this part. It is one run if it is all that the rank holds."""
+    """Return the slice of a block that holds this part. It is one run if it is all that the rank holds, unless the context
+    is split and the bytes of several pages would have to be reordered."""
     assert part.is_held_by(layout), f"{part} of {layout}"
+    if part.tokens is not None:
+        return BlockSlice(tuple(_token_runs(layout, part, part.tokens)))
     if part == layout.whole_part:
         return BlockSlice((ByteRuns(0, layout.used_bytes, layout.used_bytes, 1),))
     runs = []
@@ -302,3 +319,25 @@ def block_slice(layout: KvLayout, part: BlockPart) -> BlockSlice:
         first = place.offset + skipped * stride + (part.first_head - layout.first_head) * head
         runs.append(ByteRuns(first, stride, (part.end_head - part.first_head) * head, count))
     return BlockSlice(tuple(runs))
+
+
+def _token_runs(layout: KvLayout, part: BlockPart, tokens: range) -> Iterator[ByteRuns]:
+    """Yield the runs of some tokens of a block: for each group and head the values of all layers, then the scales. This
+    order does not depend on how many tokens of a block the rank holds."""
+    skipped = tokens.start - layout.tokens.start
+    for place, layers in zip(layout.places, part.layers, strict=True):
+        if not layers:
+            continue
+        each = place.num_heads // layout.num_heads
+        stride, count = place.num_heads * place.page_bytes, len(layers) * place.group.num_segments
+        first = place.offset + (layers.start - place.group.layers.start) * place.group.num_segments * stride
+        value_bytes = place.group.width * layout.dtype_bytes
+        for head in range((part.first_head - layout.first_head) * each, (part.end_head - layout.first_head) * each):
+            page = first + head * place.page_bytes
+            if len(tokens) * value_bytes == stride:  # the tokens are whole pages, and the pages are contiguous
+                yield ByteRuns(page, count * stride, count * stride, 1)
+                continue
+            yield ByteRuns(page + skipped * value_bytes, stride, len(tokens) * value_bytes, count)
+            if layout.scale_bytes:
+                scales = page + layout.page_tokens * value_bytes + skipped * layout.scale_bytes
+                yield ByteRuns(scales, stride, len(tokens) * layout.scale_bytes, count)

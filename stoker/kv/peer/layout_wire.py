@@ -6,6 +6,7 @@ other. Other layouts list their groups.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from stoker.kv.blocks.layout import KINDS, LOCAL_KINDS, KvGroup, KvLayout
@@ -17,7 +18,7 @@ _MAX_SIZE = 1 << 32  # of any number in a layout
 def describe_layout(layout: KvLayout) -> dict[str, Any]:
     """Return the JSON object."""
     (group, *others) = layout.groups
-    if not others and group.kind == "full" and group.held is None:
+    if not others and group.kind == "full" and group.held is None and layout.num_parts == 1:
         return {
             "num_layers": group.num_layers,
             "num_heads": layout.num_heads,
@@ -41,7 +42,7 @@ def describe_layout(layout: KvLayout) -> dict[str, Any]:
         "dtype_bytes": layout.dtype_bytes,
         "first_head": layout.first_head,
         "num_heads": layout.num_heads,
-    }
+    } | ({"context": [layout.part, layout.num_parts]} if layout.num_parts > 1 else {})
 
 
 def read_layout(fields: Any) -> KvLayout:
@@ -61,6 +62,8 @@ def read_layout(fields: Any) -> KvLayout:
         layout = KvLayout(
             groups, _size(fields, "block_tokens"), dtype, _size(fields, "dtype_bytes"), first_head, num_heads
         )
+        part, num_parts = _context(fields)
+        layout = replace(layout, part=part, num_parts=num_parts)
     except ValueError as error:
         raise BadFrame(f"a layout of {error}") from error
     if layout.end_head > layout.model_heads:
@@ -85,6 +88,18 @@ def _groups(entries: Any) -> tuple[KvGroup, ...]:
         )
         for entry in entries
     )
+
+
+def _context(fields: dict[str, Any]) -> tuple[int, int]:
+    """Return which part of the tokens of each block a rank holds, and how many parts there are."""
+    found = fields.get("context")
+    if found is None:
+        return 0, 1
+    if not isinstance(found, list) or len(found) != 2 or not all(type(number) is int for number in found):
+        raise BadFrame(f"a layout whose context is {found!r}")
+    if not 0 <= found[0] < found[1] <= _MAX_SIZE:
+        raise BadFrame(f"a layout with part {found[0]} of {found[1]} of the context")
+    return found[0], found[1]
 
 
 def _held(entry: dict[str, Any]) -> range | None:

@@ -1,8 +1,8 @@
 """PeerClient: pulls blocks from the workers that a ticket names, into this engine's pool or into host memory.
 
-A ticket names the first rank of an engine, which tells the addresses of the others. Each rank has some of the layers and
-heads; they are re-sliced if the engines are split in different ways. A failure is reported, costs a recomputation, and
-never takes longer than the deadline.
+A ticket names the first rank of an engine, which tells the addresses of the others. Each rank has some of the layers,
+heads and tokens of a block; they are re-sliced if the engines are split in different ways. A failure is reported, costs a
+recomputation, and never takes longer than the deadline.
 """
 
 from __future__ import annotations
@@ -249,6 +249,7 @@ class PeerClient:
                 share.part.end_head,
                 share.kv_set,
                 None if share.is_all else share.part.layers,
+                share.part.tokens,
             )
             was_kept = False
             try:
@@ -269,8 +270,6 @@ class PeerClient:
     def _shares(self, ticket: KvTicket, deadline_s: float, kv_set: int) -> list[_RankShare]:
         """Return which rank provides which part of the blocks of a KV set, so that all of ours is covered once."""
         ours, peers, failure = self._kv.sets[kv_set].layout, [], None
-        if ours.num_parts > 1:
-            raise PeerUnavailable("our ranks split the context (--cp), and peers send whole blocks")
         first = self._peer(ticket.address, ticket.engine_id)
         try:
             first.ensure_handshake(deadline_s - time.monotonic())
@@ -291,8 +290,7 @@ class PeerClient:
                 f"the ranks of {ticket.address} do not have all of {ours.whole_part}", code="kv_ranks_missing"
             )
         return [
-            _RankShare(peers[i][1], part, kv_set, part.layers == peers[i][0].whole_part.layers)
-            for i, part in parts.items()
+            _RankShare(peers[i][1], part, kv_set, part.layers == peers[i][0].whole_part.layers) for i, part in parts
         ]
 
     def _peer(self, address: str, engine_id: str) -> RemotePeer:

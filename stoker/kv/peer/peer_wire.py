@@ -34,7 +34,10 @@ _MARK = 0x4B56
 _HEADER = struct.Struct("<HBxI")
 _REQUEST = struct.Struct("<IIdHHBBHI")
 _LAYERS = struct.Struct("<HH")  # first and end, one pair for each group
-_HAS_LAYERS = 0x80  # in the flags of a request; the other bits are the KV set and whether there are keys
+_TOKENS = struct.Struct("<II")  # first and end, within a block
+# In the flags of a request. The other bits are the KV set and whether there are keys.
+_HAS_LAYERS = 0x80
+_HAS_TOKENS = 0x40
 _MAX_GROUPS = 64
 _REPLY = struct.Struct("<QII?I")
 _NAME = struct.Struct("<BBHI")
@@ -185,8 +188,8 @@ def proof(secret: str | None, side: bytes, nonces: bytes, content: bytes = b"") 
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """LOCATE and READ: these heads and layers of a lease's blocks in a KV set, from `first` on. Without keys: all blocks
-    that are ready, with their names. Heads and layers are counted in the set's own layout."""
+    """LOCATE and READ: these heads, layers and tokens of a lease's blocks in a KV set, from `first` on. Without keys: all
+    blocks that are ready, with their names. Heads and layers are counted in the set's own layout."""
 
     lease_id: str
     first: int
@@ -197,11 +200,12 @@ class BlockRequest:
     end_head: int
     kv_set: int = 0
     layers: tuple[range, ...] | None = None  # None: all that the peer holds
+    tokens: range | None = None  # of each block; None: all of them, and not only those that the peer holds
 
     def part(self, layout: KvLayout) -> BlockPart:
         """Return the part of the peer's blocks that is requested. `layout` is the peer's, of this KV set."""
         layers = layout.whole_part.layers if self.layers is None else self.layers
-        return BlockPart(self.first_head, self.end_head, layers)
+        return BlockPart(self.first_head, self.end_head, layers, self.tokens)
 
     def pack(self) -> bytes:
         lease_id, keys = self.lease_id.encode(), self.keys or ()
@@ -212,12 +216,14 @@ class BlockRequest:
             self.first, self.limit, self.wait_s, self.first_head, self.end_head,
             key_bytes, self._flags, len(lease_id), len(keys),
         )  # fmt: skip
+        tokens = b"" if self.tokens is None else _TOKENS.pack(self.tokens.start, self.tokens.stop)
         layers = b"".join(_LAYERS.pack(one.start, one.stop) for one in self.layers or ())
-        return head + lease_id + b"".join(keys) + layers
+        return head + lease_id + b"".join(keys) + tokens + layers
 
     @property
     def _flags(self) -> int:
-        return (self.kv_set << 1) | (self.keys is not None) | (_HAS_LAYERS if self.layers is not None else 0)
+        has_parts = (_HAS_LAYERS if self.layers is not None else 0) | (_HAS_TOKENS if self.tokens is not None else 0)
+        return (self.kv_set << 1) | (self.keys is not None) | has_parts
 
     @staticmethod
     def unpack(payload: bytes) -> BlockRequest:
@@ -229,7 +235,9 @@ class BlockRequest:
             lease_id = payload[_REQUEST.size : start].decode()
         except (struct.error, UnicodeDecodeError) as error:
             raise BadFrame(f"request of {len(payload)} bytes") from error
-        layers_at = start + num_keys * key_bytes
+        keys_end = start + num_keys * key_bytes
+        layers_at = keys_end + (_TOKENS.size if flags & _HAS_TOKENS else 0)
+        tokens = _unpack_tokens(payload, keys_end) if flags & _HAS_TOKENS else None
         layers = _unpack_layers(payload, layers_at) if flags & _HAS_LAYERS else None
         end = len(payload) if layers is not None else layers_at
         # NaN fails the comparison too.
@@ -237,11 +245,11 @@ class BlockRequest:
             raise BadFrame(f"request of {len(payload)} bytes with {num_keys} keys, limit {limit}, wait {wait_s}")
         if num_keys and not key_bytes:
             raise BadFrame(f"request with {num_keys} empty keys")
-        ends = range(start + key_bytes, layers_at + 1, key_bytes) if num_keys else ()
+        ends = range(start + key_bytes, keys_end + 1, key_bytes) if num_keys else ()
         keys = [BlockKey(payload[end - key_bytes : end]) for end in ends]
         found = keys if flags & 1 else None  # a worker of an older release has one KV set, and sends 0 or 1
-        kv_set = (flags & ~_HAS_LAYERS) >> 1
-        return BlockRequest(lease_id, first, found, limit, wait_s, first_head, end_head, kv_set, layers)
+        kv_set = (flags & ~(_HAS_LAYERS | _HAS_TOKENS)) >> 1
+        return BlockRequest(lease_id, first, found, limit, wait_s, first_head, end_head, kv_set, layers, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +281,14 @@ class BlockReply:
         return BlockReply(
             LeaseView(generation, [BlockId(block) for block in blocks], names, num_ready, complete), checksums
         )
+
+
+def _unpack_tokens(payload: bytes, offset: int) -> range:
+    """Return the tokens of a request. Raises BadFrame."""
+    try:
+        return range(*_TOKENS.unpack_from(payload, offset))
+    except struct.error as error:
+        raise BadFrame(f"request of {len(payload)} bytes without its tokens") from error
 
 
 def _unpack_layers(payload: bytes, offset: int) -> tuple[range, ...]:

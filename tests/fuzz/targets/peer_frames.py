@@ -146,6 +146,7 @@ def _frame(kind: FrameKind, payload: bytes) -> bytes:
 def seeds() -> list[bytes]:
     request = BlockRequest("L", 0, _KEYS, 4, 0.0, 0, 2).pack()
     layers = BlockRequest("L", 0, _KEYS, 4, 0.0, 0, 2, layers=(range(1, 2),)).pack()
+    tokens = BlockRequest("L", 0, _KEYS, 4, 0.0, 0, 2, tokens=range(8)).pack()
     no_keys = BlockRequest("L", 0, [BlockKey(b"")] * 3, 4, 0.0, 0, 2).pack()
     names = [BlockName(_KEYS[0], _KEYS[1], (1, 2), "salt"), BlockName(_KEYS[1], _KEYS[0], (3,), None)]
     reply = BlockReply(LeaseView(1, [BlockId(0), BlockId(1)], names, 2, True), [5, 6]).pack()
@@ -153,6 +154,7 @@ def seeds() -> list[bytes]:
     welcome = b'{"engine_id":"e","layout":' + layout + b',"transports":["tcp"],"ranks":["h:1"]}'
     return [
         request,
+        tokens,
         no_keys,
         reply,
         welcome,

@@ -18,12 +18,13 @@ from waiting import LONG_S
 from stoker.base.clock import VirtualClock
 from stoker.base.errors import Overloaded
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.admission.budgets import KeyBudgets
 from stoker.gateway.admission.fair_queue import Capacity, FairQueue, Ticket, TicketState
 from stoker.gateway.admission.prices import FREE, Price
 from stoker.gateway.admission.rate_limits import KeyLimiter
-from stoker.gateway.config import AdmissionSettings, KeySettings
+from stoker.gateway.key_settings import KeySettings
 
 BIG = AdmissionSettings(queue_s=1e6, standing_s=1e6, queue_requests=10**6)
 

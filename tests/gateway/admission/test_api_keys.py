@@ -13,7 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized, new_key
 from stoker.gateway.admission.key_store import KeyStore
 from stoker.gateway.admission.key_watch import KeyWatch
-from stoker.gateway.config import KeySettings, TenantSettings
+from stoker.gateway.key_settings import KeySettings, TenantSettings
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store_threads import StoreThreads
 

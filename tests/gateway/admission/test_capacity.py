@@ -7,8 +7,8 @@ import math
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import LoadReport, Role, WorkerSpec
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.capacity import Capacities
-from stoker.gateway.config import AdmissionSettings
 
 SETTINGS = AdmissionSettings(requests_per_worker=100, waiting_per_worker=4, prefill_s=10, prefill_tokens=1000)
 

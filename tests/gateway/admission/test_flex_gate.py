@@ -8,8 +8,8 @@ from stoker.base.clock import VirtualClock
 from stoker.base.errors import Overloaded
 from stoker.base.ids import WorkerId
 from stoker.fleet.load_book import LoadBook
+from stoker.gateway.admission.admission_settings import FlexSettings
 from stoker.gateway.admission.flex import FlexGate
-from stoker.gateway.config import FlexSettings
 from stoker.gateway.watch.other_work import OtherWork
 from stoker.proto.work import work_header
 from stoker.worker.open_work import OpenWork

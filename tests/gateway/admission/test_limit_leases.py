@@ -11,6 +11,7 @@ import pytest
 
 from stoker.base.errors import Overloaded
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.admission.budgets import UNITS, spent_names
 from stoker.gateway.admission.fair_queue import Capacity
@@ -18,7 +19,7 @@ from stoker.gateway.admission.leased_limits import LimitLease, divide
 from stoker.gateway.admission.limit_leases import LimitLeases
 from stoker.gateway.admission.prices import Price
 from stoker.gateway.admission.rate_limits import Bucket, OpenRequests
-from stoker.gateway.config import AdmissionSettings, KeySettings
+from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.store.limit_tables import add_spent
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store_threads import StoreThreads

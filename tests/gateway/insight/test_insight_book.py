@@ -12,12 +12,12 @@ from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_index import Match
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import PriceSettings
 from stoker.gateway.insight.bottleneck import bottleneck
 from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.request_digest import RequestTimes, tier_tokens
 from stoker.gateway.insight.series_columns import GAUGES
+from stoker.gateway.key_settings import PriceSettings
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.routing.query import Route, RouteQuery

@@ -16,8 +16,9 @@ from waiting import LONG_S
 from world import Got, World, _got
 
 from stoker.gateway.admission.api_keys import ApiKeys, new_key
-from stoker.gateway.config import BatchSettings, KeySettings, ResponsesSettings
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.key_settings import KeySettings
+from stoker.gateway.objects.object_settings import BatchSettings, ResponsesSettings
 from stoker.gateway.objects.tenant_objects import TenantObjects
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store_threads import StoreThreads

@@ -14,8 +14,8 @@ from response_worker import FakeResponses, Keys, stored_world
 from test_batches import CHAT, FakeChat, begin, content, ended, line
 from waiting import until
 
-from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.objects.line_usage import LineUsage, usage_of
 
 ANSWERS: dict[str, Any] = {

@@ -13,8 +13,8 @@ from response_worker import FAST, FakeResponses, Keys, call, events_of, stored_w
 from waiting import until
 from world import Got, World
 
-from stoker.gateway.config import ResponsesSettings
 from stoker.gateway.objects import response_table as table
+from stoker.gateway.objects.object_settings import ResponsesSettings
 from stoker.gateway.objects.quota import QUOTA_TABLES
 from stoker.gateway.store.sqlite import SqliteStore
 

@@ -11,7 +11,7 @@ import pytest
 from mocks import answers
 from world import World
 
-from stoker.gateway.config import KeySettings
+from stoker.gateway.key_settings import KeySettings
 
 ANSWER = {"id": "c", "object": "chat.completion", "choices": []}
 HEADERS = [(b"authorization", b"Bearer secret-key")]

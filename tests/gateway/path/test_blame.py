@@ -15,8 +15,8 @@ from world import PATIENT, World
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.health import Breaker
-from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.key_settings import KeySettings
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
 OTHER = b'{"model": "m", "messages": [{"role": "user", "content": "other"}]}'

@@ -11,7 +11,8 @@ from waiting import LONG_S
 from world import Got, World
 
 from stoker.base.errors import ConfigError
-from stoker.gateway.config import KeySettings, ListenSettings
+from stoker.gateway.key_settings import KeySettings
+from stoker.gateway.listen_settings import ListenSettings
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.proto.cors import CorsRules
 

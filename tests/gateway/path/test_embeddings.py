@@ -16,8 +16,8 @@ from world import NOTHING, World
 
 from stoker.gateway.admission.budgets import UNITS
 from stoker.gateway.admission.limit_leases import LimitLeases
-from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.store.limit_tables import add_spent
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store_threads import StoreThreads

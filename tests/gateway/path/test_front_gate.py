@@ -11,8 +11,8 @@ from mocks import answers
 from waiting import LONG_S, until
 from world import World
 
-from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HeadRefusal, Server, ServerLimits
+from stoker.gateway.key_settings import KeySettings
 
 KEYS = [
     KeySettings(name=name, tenant=name, sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("one", "two")

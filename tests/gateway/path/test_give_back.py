@@ -16,9 +16,9 @@ from waiting import LONG_S, until
 from world import PATIENT, World
 
 from stoker.fleet.spec import Role
-from stoker.gateway.config import ProxySettings
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.handoff_hints import HandoffHints
+from stoker.gateway.path.proxy_settings import ProxySettings
 
 
 @dataclass

@@ -13,8 +13,8 @@ from world import KeysDouble, World
 
 from stoker.base.errors import DeadlineExceeded
 from stoker.gateway.api.client_body import RequestEnvelope
-from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -13,8 +13,8 @@ from world import PATIENT, World
 
 from stoker.base.errors import ConfigError, InvalidRequest
 from stoker.gateway.api.client_body import EndpointKind, parse
-from stoker.gateway.config import ProxySettings
 from stoker.gateway.path.dialects.media_urls import MAX_KEYS, check_media
+from stoker.gateway.path.proxy_settings import ProxySettings
 
 ANSWER = {"id": "c", "object": "chat.completion", "choices": []}
 PNG = "data:image/png;base64,iVBORw0KGgo="

@@ -13,7 +13,7 @@ from mocks import DONE, answers, chunk, drops, event, in_turn, streams, usage, u
 from sse_reader import SseReader
 from world import Got, World
 
-from stoker.gateway.config import KeySettings
+from stoker.gateway.key_settings import KeySettings
 
 PATH = "/v1/messages"
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {"a": {"type": "null"}}}}

@@ -14,8 +14,8 @@ from waiting import LONG_S, settled, turns, until
 from world import NOTHING, PATIENT, World
 
 from stoker.base.ids import WorkerId
-from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HttpRequest, Server, ServerLimits
+from stoker.gateway.key_settings import KeySettings
 
 CHAT = b'{"model": "m",  "messages": [{"role": "user", "content": "hi"}]}'
 STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}'

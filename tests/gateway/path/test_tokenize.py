@@ -10,7 +10,7 @@ from mocks import answers, drops, hangs
 from waiting import until
 from world import World
 
-from stoker.gateway.config import KeySettings
+from stoker.gateway.key_settings import KeySettings
 
 TOKENS = b'{"count":2,"max_model_len":64,"tokens":[1,2]}'
 

@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import MeterSettings, PriceSettings
+from stoker.gateway.key_settings import PriceSettings
 from stoker.gateway.records.meter import Meter, NoMeter
+from stoker.gateway.records.record_settings import MeterSettings
 from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, tail_bytes
 from stoker.gateway.records.usage_tables import TABLES

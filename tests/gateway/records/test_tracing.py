@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from world import World
 
 from stoker.fleet.spec import Role
-from stoker.gateway.config import TracingSettings
+from stoker.gateway.records.record_settings import TracingSettings
 from stoker.gateway.records.tracing import LiveTracing, NoTracing, make_tracing
 
 CLIENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -23,8 +23,9 @@ from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized
 from stoker.gateway.admission.prices import PriceList, in_currency
 from stoker.gateway.api.reply import Reply
-from stoker.gateway.config import KeySettings, MeterSettings, PriceSettings
+from stoker.gateway.key_settings import KeySettings, PriceSettings
 from stoker.gateway.records.meter import Meter
+from stoker.gateway.records.record_settings import MeterSettings
 from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query, read_usage
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.gateway.store.location import StoreLocation

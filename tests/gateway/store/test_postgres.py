@@ -15,8 +15,8 @@ from gateway.records.test_meter import FAST, head_of, record, row
 from bench.support.postgres_server import PostgresServer
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.gateway.admission.prices import PriceList
-from stoker.gateway.config import MeterSettings
 from stoker.gateway.records.meter import Meter
+from stoker.gateway.records.record_settings import MeterSettings
 from stoker.gateway.store.location import StoreLocation, without_password
 from stoker.gateway.store.watched import WatchedStore
 

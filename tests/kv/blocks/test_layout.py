@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,13 +42,73 @@ def test_ranks_of_any_two_splits_make_up_each_other(layout: KvLayout) -> None:
             parts = cover(dst, theirs)
             assert parts is not None
             block = np.zeros(dst.block_bytes, np.uint8)
-            for number, part in parts.items():
+            for number, part in parts:
                 there = block_slice(theirs[number], part)
                 data = np.zeros(there.total_bytes, np.uint8)
                 gather(bytes_of(contents(theirs[number], 1)), there, data)
                 scatter(data, block_slice(dst, part), block)
             assert block.tobytes() == raw(contents(dst, 1))
-            assert sum(block_slice(dst, part).total_bytes for part in parts.values()) == dst.used_bytes, "once"
+            assert sum(block_slice(dst, part).total_bytes for _, part in parts) == dst.used_bytes, "once"
+
+
+LATENT = KvLayout((KvGroup(5, 1, 6, "latent"),), block_tokens=16, dtype="float32", dtype_bytes=4)
+CONTEXT_SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (8, 2)]
+
+
+def context_ranks(layout: KvLayout, cp: int, pp: int) -> list[KvLayout]:
+    return [replace(rank(layout, stage, 1, pp), part=part, num_parts=cp) for stage in range(pp) for part in range(cp)]
+
+
+def latent_bytes(layout: KvLayout, whole: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> bytes:
+    """The block of a rank: the values and then the scales of its tokens, layer by layer."""
+    (group,), own = layout.groups, layout.tokens
+    return b"".join(
+        whole[layer, own.start : own.stop].tobytes() + scales[layer, own.start : own.stop].tobytes()
+        for layer in group.layers
+    )
+
+
+@pytest.mark.parametrize(("dtype", "dtype_bytes"), [("float32", 4), ("int8", 1)])
+def test_ranks_that_split_the_context_make_up_each_other(dtype: str, dtype_bytes: int) -> None:
+    layout = replace(LATENT, dtype=dtype, dtype_bytes=dtype_bytes)
+    rng = np.random.default_rng(1)
+    whole = rng.integers(0, 256, (5, 16, 6 * dtype_bytes), np.uint8)
+    scales = rng.integers(0, 256, (5, 16, layout.scale_bytes), np.uint8)
+    for (src_cp, src_pp), (dst_cp, dst_pp) in product(CONTEXT_SPLITS, repeat=2):
+        theirs = context_ranks(layout, src_cp, src_pp)
+        for dst in context_ranks(layout, dst_cp, dst_pp):
+            parts = cover(dst, theirs)
+            assert parts is not None
+            block = np.zeros(dst.block_bytes, np.uint8)
+            for number, part in parts:
+                there = block_slice(theirs[number], part)
+                data = np.zeros(there.total_bytes, np.uint8)
+                gather(np.frombuffer(latent_bytes(theirs[number], whole, scales), np.uint8), there, data)
+                scatter(data, block_slice(dst, part), block)
+            assert block.tobytes() == latent_bytes(dst, whole, scales), (src_cp, src_pp, dst_cp, dst_pp)
+            assert sum(block_slice(dst, part).total_bytes for _, part in parts) == dst.used_bytes, "once"
+
+
+def test_a_missing_part_of_the_context_is_noticed() -> None:
+    theirs = context_ranks(LATENT, 4, 1)
+    del theirs[2]
+    assert cover(LATENT, theirs) is None
+    assert cover(replace(LATENT, part=1, num_parts=2), theirs) is None
+    assert cover(replace(LATENT, part=0, num_parts=2), theirs) is not None
+
+
+def test_a_split_block_is_one_run_unless_it_has_scales() -> None:
+    half = replace(LATENT, part=1, num_parts=2)
+    assert block_slice(half, half.whole_part).is_one_run
+    scaled = replace(half, dtype="int8", dtype_bytes=1)
+    assert block_slice(scaled, scaled.whole_part).total_bytes == scaled.used_bytes
+
+
+@pytest.mark.parametrize("tokens", [None, range(16), range(7, 9), range(8, 8), range(8, 17), range(9, 8)])
+def test_a_rank_does_not_hold_tokens_of_other_ranks(tokens: range | None) -> None:
+    half = replace(LATENT, part=1, num_parts=2)
+    assert not replace(half.whole_part, tokens=tokens).is_held_by(half)
+    assert replace(half.whole_part, tokens=range(15, 16)).is_held_by(half)
 
 
 @pytest.mark.parametrize("lost", range(4))

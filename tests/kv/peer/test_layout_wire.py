@@ -8,7 +8,7 @@ import pytest
 from kv.blocks.test_layout import TWO_GROUPS
 from kv.peer_world import LAYOUT, rank
 
-from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.layout import KvGroup, KvLayout
 from stoker.kv.peer.layout_wire import describe_layout, read_layout
 from stoker.kv.peer.peer_wire import BadFrame
 
@@ -17,11 +17,12 @@ FIRST_RELEASE = {
     "first_head": 0, "all_heads": None,
 }  # fmt: skip
 
+HALF = KvLayout((KvGroup(3, 1, 8, "latent"),), 16, "float32", 4, part=1, num_parts=2)
 FULL = {"kind": "full", "num_layers": 3, "num_heads": 4, "width": 8}
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUT, rank(LAYOUT, 1, 2), rank(LAYOUT, 3, 2, 3), TWO_GROUPS, rank(TWO_GROUPS, 3, 4)]
+    "layout", [LAYOUT, rank(LAYOUT, 1, 2), rank(LAYOUT, 3, 2, 3), TWO_GROUPS, rank(TWO_GROUPS, 3, 4), HALF]
 )
 def test_a_layout_is_read_as_it_was_described(layout: KvLayout) -> None:
     found = read_layout(describe_layout(layout))
@@ -50,6 +51,10 @@ def test_one_group_has_the_fields_of_the_first_release() -> None:
         ({"groups": [FULL | {"held": [1, 1]}]}, r"layers \[1, 1\] of 3"),
         ({"groups": [FULL | {"held": [0, 4]}]}, r"layers \[0, 4\] of 3"),
         ({"groups": [FULL | {"held": "all"}]}, "held layers are 'all'"),
+        ({"context": 2}, "context is 2"),
+        ({"context": [2, 2]}, "part 2 of 2"),
+        ({"context": [0, 0]}, "part 0 of 0"),
+        ({"context": [1, 3]}, "16 tokens cannot be split into 3"),
         (
             {
                 "groups": [

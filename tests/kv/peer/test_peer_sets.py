@@ -104,6 +104,11 @@ def test_a_request_names_its_set_and_one_that_does_not_exist_is_refused() -> Non
     assert BlockRequest.unpack(request.pack()) == request
     some = replace(request, layers=(range(1, 3), range(4, 4)))
     assert BlockRequest.unpack(some.pack()) == some
+    for part in (replace(request, tokens=range(8, 16)), replace(some, tokens=range(1), keys=None)):
+        assert BlockRequest.unpack(part.pack()) == part
+        for end in range(len(part.pack()) - 3, len(part.pack())):
+            with pytest.raises(BadFrame):
+                BlockRequest.unpack(part.pack()[:end])
     plain = replace(request, kv_set=0)
     assert plain.pack()[20 + 1] == 1, "older releases send and expect 1 for a request with keys"
     kv = DeviceKv(LAYOUT, SIZES, CPU)
@@ -113,6 +118,8 @@ def test_a_request_names_its_set_and_one_that_does_not_exist_is_refused() -> Non
             server._request(replace(request, kv_set=3).pack())
         with pytest.raises(BadFrame, match="heads 0 to 8 of layers 0 to 1 requested"):
             server._request(replace(request, end_head=8).pack())
+        with pytest.raises(BadFrame, match="tokens 8 to 17 requested"):
+            server._request(replace(request, tokens=range(8, 17)).pack())
     finally:
         server.close()
 
