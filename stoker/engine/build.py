@@ -20,6 +20,7 @@ from stoker.engine.draft_model import open_chosen_draft
 from stoker.engine.engine_leases import EngineLeases
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable
 from stoker.engine.grammar import Grammars, NoGrammars
+from stoker.engine.interrupt import Interrupt
 from stoker.engine.kernel_limits import explain_kernel_error
 from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, resolve
@@ -48,6 +49,8 @@ from stoker.spec.drafter import DrafterParts
 from stoker.spec.stored_blocks import StoredBlocks
 
 _MEASURED_TOKENS = {"cpu": 128, "cuda": 4096}  # prompt length of the prefill measurement
+# Goal for the time of a step with flex sequences only. On a CPU, an interactive request waits for one layer of it at most.
+_FLEX_STEP_S = {"cpu": 0.05, "cuda": 0.005}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +99,7 @@ def build_engine(
     wrap_drafting: Callable[[Drafting], Drafting] = lambda drafting: drafting,
     kernel_cache_dir: Path | None = None,
     ranks: RankHost | None = None,
+    has_urgent: Callable[[], bool] = lambda: False,
 ) -> BuiltEngine:
     """Load the model, allocate the KV cache and return a ready engine.
 
@@ -103,7 +107,8 @@ def build_engine(
     are read: the model of config.json gets random weights, for benchmarks. `tuning_dir` has the tuned tiles of this
     machine's GPUs. The choice of CPU kernels is stored in `kernel_cache_dir`. `wrap_drafting` may replace what decides how
     many drafts a step verifies, for measurements. `ranks` starts the other ranks of a model that is split; by default they
-    are processes of this machine.
+    are processes of this machine. `has_urgent` returns True while an interactive request waits to be added: on a CPU, it ends a
+    step of flex sequences.
     """
     started_s = time.monotonic()
     timeline = timeline or Timeline()
@@ -126,6 +131,8 @@ def build_engine(
         runner = ranks.drive(part.runner)
         others = ranks.other_kv(wake)
         undo.pop_all()
+    if resolved.layout.num_ranks == 1 and not resolved.steps_ahead:
+        part.runner.interrupt = Interrupt(has_urgent, family.shape.num_layers)
     resolved, kv, working, model = part.resolved, part.kv, part.working, part.model
     layout, max_model_tokens = kv.layout, part.max_model_tokens
     memory.add_line("weights", part.weight_bytes)
@@ -220,6 +227,7 @@ def _scheduler_config(
         vocab_size=vocab_size,
         max_tokens=resolved.max_model_tokens,
         stages=resolved.layout.pp,
+        flex_step_s=_FLEX_STEP_S[resolved.device.type],
     )
 
 

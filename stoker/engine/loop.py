@@ -118,7 +118,11 @@ class Engine:
         if plan is not None:
             self._launch(plan)
         # Without a plan, the oldest step may bring new work, and the others go on in the meantime.
-        num_committed = self._commit(max(0, len(self._launched) - 1) if plan is None else self._steps_ahead)
+        if plan is None:
+            max_launched = max(0, len(self._launched) - 1)
+        else:
+            max_launched = 0 if plan.runs_alone else self._steps_ahead
+        num_committed = self._commit(max_launched)
         num_copied = self._offer_blocks()
         num_closed = self._update_leases(now)
         self._release_tickets()
@@ -147,7 +151,7 @@ class Engine:
         while len(self._launched) > max_launched:
             step = self._launched.popleft()
             result = step.wait()
-            if step.plan.spans:
+            if step.plan.spans and not result.is_interrupted:
                 self.num_steps += 1
                 self.step_s += result.step_s
                 self.rates.record(step.plan, result.step_s)

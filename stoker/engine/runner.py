@@ -22,6 +22,7 @@ from stoker.engine.draft_model import LoadedDraft
 from stoker.engine.gpu_steps import GpuSteps, can_page
 from stoker.engine.heads import SamplingSpan, first_heads, heads_of, sampling_spans
 from stoker.engine.inputs import build_inputs
+from stoker.engine.interrupt import NO_INTERRUPT, StepInterrupted
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import SampledTokens, sample
 from stoker.engine.stage_taps import StageTaps
@@ -66,6 +67,7 @@ class PendingStep:
     before: PendingStep | None = None  # the step launched before; it may have sampled for rows missing here
     drafts_grammar: bool = False  # return what the grammars force as drafts
     finish: Callable[[], VerifiedTokens | None] | None = None  # samples, after the later stages of a pipeline
+    is_interrupted: bool = False
     _ended_s: float = 0.0
     _result: StepResult | None = None
 
@@ -95,7 +97,9 @@ class PendingStep:
         return b"" if self.verified is None else self.verified.sampled.token_ids.numpy().tobytes()
 
     def _read(self) -> StepResult:
-        result = StepResult([[] for _ in self.plan.spans], self._ended_s - self.started_s)
+        result = StepResult(
+            [[] for _ in self.plan.spans], self._ended_s - self.started_s, is_interrupted=self.is_interrupted
+        )
         if self.verified is None:
             return result
         sampled = self.verified.sampled.token_ids.tolist()
@@ -218,6 +222,7 @@ class Runner:
             options = (num_heads, captured_tokens, exact, verifies, *drafter)
             self._gpu_steps = GpuSteps(model, kv, rows, *options)
         self._last: PendingStep | None = None
+        self.interrupt = NO_INTERRUPT  # only for a runner without other ranks, whose steps are launched one by one
 
     def warm_up(self) -> None:
         """Compile the GPU kernels and capture the most useful graphs, before the first request."""
@@ -245,7 +250,8 @@ class Runner:
             torch.set_num_threads(threads)
         launched = self._launch(plan, started_s)
         launched.before, self._last = self._last, launched
-        self._threads.record(plan.num_tokens, threads, time.monotonic() - started_s)
+        if not launched.is_interrupted:
+            self._threads.record(plan.num_tokens, threads, time.monotonic() - started_s)
         return launched
 
     def _set_device(self) -> None:
@@ -269,7 +275,10 @@ class Runner:
         gpu_steps = self._gpu_steps
         finish = None
         if gpu_steps is None:
-            finish = self._step(plan, states)
+            try:
+                finish = self._step(plan, states)
+            except StepInterrupted:
+                return PendingStep(plan, None, [], started_s, None, is_interrupted=True)
             verified = None if self._stages.is_deferred else finish()
         else:
             verified = self._gpu_step(gpu_steps, plan, states, plain)
@@ -318,7 +327,10 @@ class Runner:
             nothing = VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))
             return lambda: nothing
         features, num_tokens = self._drafter.start(), len(batch.token_ids)
-        hidden = self._model(batch, self._taps.here(features), stages.entering(num_tokens))
+        taps = self._taps.here(features)
+        if plan.is_interruptible:
+            taps = self.interrupt.with_checks(taps)
+        hidden = self._model(batch, taps, stages.entering(num_tokens))
         stages.leave(hidden, heads)
 
         def finish() -> VerifiedTokens | None:

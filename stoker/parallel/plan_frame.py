@@ -93,7 +93,7 @@ def decode(data: bytes) -> Frame:
 
 
 def _put_plan(writer: FrameWriter, plan: StepPlan) -> None:
-    writer.put(len(plan.spans), plan.num_drafts, plan.num_guesses)
+    writer.put(len(plan.spans), plan.num_drafts, plan.num_guesses, plan.is_interruptible, plan.runs_alone)
     for span in plan.spans:
         writer.put(span.row, span.start, span.count, span.samples, span.num_drafts, span.slack, span.in_prompt)
         writer.put(span.next_id)
@@ -120,7 +120,7 @@ def _put_plan(writer: FrameWriter, plan: StepPlan) -> None:
 
 
 def _take_plan(reader: FrameReader) -> StepPlan:
-    num_spans, num_drafts, num_guesses = reader.take(3)
+    num_spans, num_drafts, num_guesses, is_interruptible, runs_alone = reader.take(5)
     spans = []
     for _ in range(num_spans):
         row, start, count, samples, drafts, slack, in_prompt, next_id = reader.take(8)
@@ -154,6 +154,8 @@ def _take_plan(reader: FrameReader) -> StepPlan:
         tapes,
         num_drafts,
         num_guesses,
+        bool(is_interruptible),
+        bool(runs_alone),
     )
 
 

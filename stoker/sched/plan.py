@@ -108,6 +108,9 @@ class StepPlan:
     tapes: list[TapeUpload] = field(default_factory=list)
     num_drafts: int = 0  # of all spans
     num_guesses: int = 0  # tokens that a draft model guesses for each row after it has sampled; drafts of the next step
+    # All spans belong to flex sequences: a runner that can may stop the forward pass for an interactive request.
+    is_interruptible: bool = False
+    runs_alone: bool = False  # no step is launched behind it before it has ended
 
     @property
     def num_tokens(self) -> int:
@@ -120,6 +123,7 @@ class StepResult:
 
     token_ids: list[list[int]]  # per span: one and the accepted drafts; empty where the span did not sample
     step_s: float
+    is_interrupted: bool = field(default=False, kw_only=True)  # nothing was sampled, and the KV of the step is lost
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     grammar_done: set[int] = field(default_factory=set)  # spans whose output is complete
     errors: dict[int, str] = field(default_factory=dict)  # spans whose grammar cannot continue, with the reason

@@ -25,6 +25,7 @@ class PlanBuilder:
     new_rows: dict[Sequence, NewRow] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     loads: list[KvLoad] = field(default_factory=list)
+    holds_flex: bool = False  # flex sequences get no tokens in this step
 
     def schedule(self, seq: Sequence, count: int) -> None:
         """Compute the sequence's next `count` tokens in this step."""
@@ -80,11 +81,13 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         return not (self.counts or self.loads)
 
-    def build(self, freed_rows: list[Row], unfilled: list[BlockId], num_guesses: int = 0) -> StepPlan:
+    def build(
+        self, freed_rows: list[Row], unfilled: list[BlockId], num_guesses: int = 0, *, flex_runs_alone: bool = False
+    ) -> StepPlan:
         """Return the plan. From now on, its tokens count as computed.
 
         If a row samples, a draft model makes `num_guesses` guesses. Fresh blocks and the `unfilled` ones of the first KV set
-        are cleared, except blocks that this step fills completely.
+        are cleared, except blocks that this step fills completely. With `flex_runs_alone`, a step of flex sequences runs alone.
         """
         spans: list[Span] = []
         token_ids: list[int] = []
@@ -112,6 +115,7 @@ class PlanBuilder:
                 for blocks, held in zip(filled, seq.held, strict=True):
                     blocks.update(held.ids[-(-start // seq.block_tokens) : end // seq.block_tokens])
         self.fresh_blocks[0] += unfilled
+        is_flex = bool(spans) and all(seq.request.is_flex for seq in self.counts)
         return StepPlan(
             spans,
             token_ids,
@@ -127,6 +131,9 @@ class PlanBuilder:
             tapes,
             sum(drafts.values()),
             num_guesses if any_samples else 0,
+            # The state of drafts in flight is not restored after an interruption.
+            is_interruptible=is_flex and not drafts,
+            runs_alone=is_flex and flex_runs_alone,
         )
 
     def _filled_blocks(self) -> list[set[BlockId]]:

@@ -80,6 +80,7 @@ class GenerateRequest:
     lease_id: str | None = None  # if set: end after one token, and hold the KV under this id for another worker
     ticket: KvTicket | None = None  # the worker from which the KV of the leading tokens can be pulled
     prediction: tuple[int, ...] = ()  # the output that the client expects; a guess, which never changes an answer
+    is_flex: bool = False  # it uses only what other requests leave idle; its steps may be interrupted
 
 
 @dataclass(frozen=True, slots=True)

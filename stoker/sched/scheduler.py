@@ -25,6 +25,7 @@ from stoker.kv.blocks.transfer import KvTicket, LoadResult, OfferedBlock
 from stoker.sched.block_sets import BlockSets, PrefixMatch
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.drafting import Drafting, NoDrafting
+from stoker.sched.flex_steps import FlexSteps
 from stoker.sched.leases import LeasedKv, Leases, LeaseTerms
 from stoker.sched.loads import PendingLoads, loadable_tokens
 from stoker.sched.offers import Offers
@@ -75,6 +76,7 @@ class SchedulerConfig:
     # is known, and each plan has its share of the sequences that decode.
     stages: int = 1
     max_heads: int | None = None  # maximum number of tokens of a step whose logits are computed; None: by `max_rows`
+    flex_step_s: float = math.inf  # goal for the time of a step with flex sequences only; infinity: no goal
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class Counters:
     draft_step_s: float = 0.0  # time of decode-only steps with drafts or guesses
     undrafted_s: float = 0.0  # the fitted time that their tokens would have taken without drafts
     preemptions: int = 0
+    interrupted_steps: int = 0  # steps of flex sequences that were stopped for an interactive request
     loaded_tokens: int = 0  # tokens whose KV came from a tier
     pulled_tokens: int = 0  # tokens whose KV came from another worker
     failed_loads: int = 0  # loads that brought fewer blocks than requested
@@ -143,6 +146,7 @@ class Scheduler:
         self._max_heads = max_heads(config.max_rows) if config.max_heads is None else config.max_heads
         self.counters = Counters()
         self.step_size = StepSize(config.target_itl_s, config.step_tokens)
+        self._flex = FlexSteps(config.flex_step_s, self.step_size)
 
     @property
     def has_work(self) -> bool:
@@ -191,6 +195,7 @@ class Scheduler:
             self._leases.open(request.lease_id, seq)
         self._num_arrivals += 1
         self._by_id[request.request_id] = seq
+        self._flex.added(request)
         self._enqueue(seq)
         self.counters.prompt_tokens += request.num_prompt
 
@@ -204,6 +209,7 @@ class Scheduler:
     def expire(self, now: float) -> TokenChunks:
         """Set the time of this step, and end the requests whose deadline has passed. Return their last chunks."""
         self._sets.set_time(now)
+        self._flex.set_time(now)
         late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
         chunks = TokenChunks()
         for seq in late:
@@ -296,10 +302,43 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute now."""
         to_compute = [(seq, seq.num_to_compute) for seq in self._running if self._is_plannable(seq)]
+        builder = PlanBuilder(0, [[] for _ in self._sets.pools], holds_flex=self._has_interactive_prompt(to_compute))
+        self._fill(builder, to_compute)
+        if builder.holds_flex and builder.is_empty:  # the interactive prompt may wait for blocks of flex sequences
+            builder.holds_flex = False
+            self._fill(builder, [entry for entry in to_compute if entry[0].state is SequenceState.RUNNING])
+        if builder.is_empty:
+            return None
+        if builder.drafts:
+            builder.limit_drafts(self._max_heads - len(builder.counts))
+            self._drafting.launched(builder.drafts)
+        guesses, alone = self._drafting.num_guesses, not self._flex.is_quiet
+        plan = builder.build(self._freed_rows, self._unfilled, guesses, flex_runs_alone=alone)
+        self._freed_rows, self._unfilled = [], []
+        row_epochs = [seq.row_epoch for seq in builder.counts]
+        self._num_plans += 1
+        seqs = list(builder.counts)
+        self._launched.append(_LaunchedPlan(plan.spans, seqs, row_epochs, plan.num_tokens, plan.num_guesses))
+        self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
+        self.counters.draft_tokens += plan.num_drafts
+        return plan
+
+    def _has_interactive_prompt(self, to_compute: list[tuple[Sequence, int]]) -> bool:
+        """Return True if flex sequences must wait, because prompt tokens of another sequence are to be computed."""
+        if not self._flex.num_flex or self._flex.num_flex == len(self._by_id):
+            return False
+        return any(count > 1 and not seq.request.is_flex for seq, count in to_compute) or any(
+            not seq.request.is_flex for seq in self._waiting
+        )
+
+    def _fill(self, builder: PlanBuilder, to_compute: list[tuple[Sequence, int]]) -> None:
+        """Schedule the sequences of one step: those that decode, their drafts, then prompts."""
+        if builder.holds_flex:
+            to_compute = [entry for entry in to_compute if not entry[0].request.is_flex]
         # Decode comes before prefill, so that a long prompt does not stall the sequences that decode.
         decodes = self._stage_share([entry for entry in to_compute if entry[1] == 1])
         prefills = [entry for entry in to_compute if entry[1] > 1]
-        builder = PlanBuilder(self._budget(len(decodes), prefills), [[] for _ in self._sets.pools])
+        builder.budget = self._budget(len(decodes), prefills)
         for seq, num_to_compute in decodes:
             count = num_to_compute if num_to_compute <= builder.budget else builder.budget
             if not count or seq.state is not SequenceState.RUNNING:
@@ -311,20 +350,6 @@ class Scheduler:
                 builder.schedule(seq, count)
         self._add_drafts(builder, mixed=bool(prefills or self._waiting))
         self._compute_prompts([seq for seq, _ in prefills], builder)
-        if builder.is_empty:
-            return None
-        if builder.drafts:
-            builder.limit_drafts(self._max_heads - len(builder.counts))
-            self._drafting.launched(builder.drafts)
-        plan = builder.build(self._freed_rows, self._unfilled, self._drafting.num_guesses)
-        self._freed_rows, self._unfilled = [], []
-        row_epochs = [seq.row_epoch for seq in builder.counts]
-        self._num_plans += 1
-        seqs = list(builder.counts)
-        self._launched.append(_LaunchedPlan(plan.spans, seqs, row_epochs, plan.num_tokens, plan.num_guesses))
-        self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
-        self.counters.draft_tokens += plan.num_drafts
-        return plan
 
     def _is_plannable(self, seq: Sequence) -> bool:
         """Return False while a pipeline samples the sequence's next token: the later stages do not know it."""
@@ -369,13 +394,13 @@ class Scheduler:
         """Return the step's token limit. A step with decoding sequences is limited, because all of them wait for it. The
         stages of a pipeline get steps of similar size: a long one between short ones would leave stages idle."""
         step_tokens, stages = self._config.step_tokens, self._config.stages
+        if self._flex.num_flex == len(self._by_id):
+            step_tokens = self._flex.limit(num_decodes, step_tokens)
         if not (prefills or self._waiting) or (not num_decodes and stages == 1):
             return step_tokens
-        limit = (
-            self.step_size.limit(num_decodes, self._queued_tokens(prefills, _MAX_COUNTED))
-            if num_decodes
-            else step_tokens
-        )
+        limit = step_tokens
+        if num_decodes:
+            limit = min(limit, self.step_size.limit(num_decodes, self._queued_tokens(prefills, _MAX_COUNTED)))
         if stages == 1:
             return limit
         startable = self._queued_tokens(prefills, min(_MAX_COUNTED, len(self._free_rows)))
@@ -396,6 +421,9 @@ class Scheduler:
         self._num_commits += 1
         while self._cooling_rows and self._cooling_rows[0][0] <= self._num_commits:
             self._give_back_row(self._cooling_rows.popleft()[1])
+        if result.is_interrupted:
+            self._requeue(spans, seqs, row_epochs)
+            return chunks
         done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
             self.step_size.record(num_tokens, len(spans), result.step_s, num_guesses)
@@ -421,6 +449,15 @@ class Scheduler:
         if num_guesses or num_tokens > len(spans):
             self._count_speed(spans, num_tokens, num_generated, result.step_s)
         return chunks
+
+    def _requeue(self, spans: list[Span], seqs: list[Sequence], row_epochs: list[int]) -> None:
+        """Preempt the sequences of an interrupted step. What earlier steps computed for them stays in the prefix cache."""
+        self.counters.interrupted_steps += 1
+        for span, seq, row_epoch in zip(spans, seqs, row_epochs, strict=True):
+            if seq.state is not SequenceState.DONE:
+                seq.num_pending -= span.samples
+                if seq.row_epoch == row_epoch:
+                    self._move_to_queue(seq)
 
     def _count_speed(self, spans: list[Span], num_tokens: int, num_generated: int, step_s: float) -> None:
         """Compare the time of a step with drafts with that of the same tokens without. Mixed steps are left out."""
@@ -510,6 +547,8 @@ class Scheduler:
         Return False if it does not fit.
         """
         seq = turn
+        if builder.holds_flex and turn.request.is_flex:
+            return True
         if turn.state is SequenceState.WAITING:
             if turn.num_pending or turn.leaves_under is not None:
                 return True  # preempted while a step samples its next token, which is not known here yet, or leaving
@@ -650,14 +689,18 @@ class Scheduler:
             builder.add_blocks(seq, kv_set, blocks)
 
     def _preempt(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Move a running sequence back to the queue. Its full blocks stay in the prefix cache until they are reused."""
+        """Take a running sequence out of the plan, and move it back to the queue."""
         builder.unschedule(seq)
+        self._move_to_queue(seq)
+        self.counters.preemptions += 1
+
+    def _move_to_queue(self, seq: Sequence) -> None:
+        """Make a running sequence wait. Its full blocks stay in the prefix cache until they are reused."""
         self._release_row(seq)
         seq.state = SequenceState.WAITING
         seq.num_computed = 0
         self._order.discard(seq)
         self._enqueue(seq)
-        self.counters.preemptions += 1
 
     def _end(
         self,
@@ -682,6 +725,7 @@ class Scheduler:
             self._release_row(seq)
         seq.state = SequenceState.DONE
         del self._by_id[seq.request.request_id]
+        self._flex.ended(seq.request)
         if seq.leaves_under is not None:
             self._leaving.remove(seq)
         if seq.request.lease_id is not None:

@@ -55,6 +55,16 @@ class StepSize:
         self.mixed_tokens = min(self._step_tokens, max(tokens, num_decodes + _MIN_PROMPT_TOKENS))
         return self.mixed_tokens
 
+    def limit_within(self, goal_s: float, num_decodes: int) -> int:
+        """Return how many tokens a step of `num_decodes` decoding sequences and one prompt can have to take up to `goal_s`.
+
+        It is at least what all of them and a small part of the prompt need. Before any measurement, that is the limit.
+        """
+        costs = self._times.costs
+        left_s = goal_s - costs.decode_s(num_decodes) - costs.row_s
+        prompt_tokens = int(min(left_s / costs.token_s, self._step_tokens)) if costs.token_s else 0
+        return min(self._step_tokens, num_decodes + max(prompt_tokens, _MIN_PROMPT_TOKENS))
+
     def _prompt_tokens(self, num_decodes: int, queued_tokens: int) -> float:
         costs, goal_s = self._times.costs, self._target_itl_s
         if not costs.token_s:

@@ -106,6 +106,7 @@ def make_choices(
                 lease_id=lease_id(i),
                 ticket=handoff.ticket(first_index + i),
                 prediction=options.prediction,
+                is_flex=fields.service_tier == "flex",
             ),
             detokenizer=Detokenizer(tokenizer, skip_special, continues_text),
             stops=StopStrings(stops, include_stop),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 from stoker.base.ids import BlockId, RequestId
 from stoker.kv.blocks.pool import BlockPool
@@ -48,6 +49,17 @@ class FakeDevice:
         self._rejected: set[Slot] = set()  # slots that hold a rejected draft of their owner
         self._filled: set[tuple[int, int]] = set()  # sets and blocks filled by copies or loads, and not cleared since
         self._max_rows = max_rows
+
+    def interrupt(self, plan: StepPlan, rng: random.Random) -> StepResult:
+        """Execute a part of a plan: its changes of rows and blocks, and wrong KV in some of the slots that it writes."""
+        assert plan.is_interruptible
+        assert not plan.num_drafts
+        self.run(replace(plan, spans=[], token_ids=[]))
+        for span in plan.spans:
+            for kv_set, table in enumerate(self._tables[span.row]):
+                for position in range(span.start, span.start + rng.randint(0, span.count)):
+                    self._kv[kv_set][table[position // self._block_tokens]][position % self._block_tokens] = -1
+        return StepResult([[] for _ in plan.spans], 0.0, is_interrupted=True)
 
     def run(self, plan: StepPlan) -> StepResult:
         for row in plan.freed_rows:

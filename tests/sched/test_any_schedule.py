@@ -28,7 +28,10 @@ def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int,
     max_rows = rng.choice([1, 2, 8])
     timing = random.Random(f"timing {seed}")  # the size of mixed steps follows from measured times
     target_itl_s = timing.choice([math.inf, 0.001, 0.05, 1.0])
-    config = SchedulerConfig(block_tokens, rng.choice([1, 3, 16, 128]), max_rows, "fake", target_itl_s=target_itl_s)
+    flex_step_s = timing.choice([math.inf, 0.001, 0.05]) if seed % 2 else math.inf
+    config = SchedulerConfig(
+        block_tokens, rng.choice([1, 3, 16, 128]), max_rows, "fake", target_itl_s=target_itl_s, flex_step_s=flex_step_s
+    )
     steps_ahead = rng.choice([0, 1, 2])
     pool = BlockPool(num_blocks)
     sizes = random.Random(f"local {seed}")
@@ -38,6 +41,9 @@ def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int,
     device = FakeDevice(num_blocks, block_tokens, max_rows, local_pools)
     shared = [rng.randrange(VOCAB) for _ in range(60)]
     to_come = deque(random_request(rng, i, num_blocks * block_tokens, shared) for i in range(rng.randint(1, 30)))
+    flex = random.Random(f"flex {seed}")  # the others' random numbers stay the same
+    flex_rate, num_interrupts = flex.choice([0.0, 0.5, 1.0]), 30
+    to_come = deque(replace(request, is_flex=flex.random() < flex_rate) for request in to_come)
     requests = {request.request_id: request for request in to_come}
     answers: dict[str, list[int]] = {request_id: [] for request_id in requests}
     cancellable = rng.sample(list(requests), len(requests) // 5)  # not all, or a sequence that hangs would be cancelled
@@ -63,8 +69,14 @@ def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int,
         if plan is not None:
             assert 0 < plan.num_tokens <= config.step_tokens
             step_s = timing.choice([0.0, 0.001 * plan.num_tokens, 0.01 + 0.0001 * plan.num_tokens, 5.0])
-            launched.append(replace(device.run(plan), step_s=step_s))
-        while launched and (plan is None or len(launched) > steps_ahead):
+            # Only steps that are launched one by one are interrupted, and each time an interactive request has arrived.
+            if plan.is_interruptible and not steps_ahead and num_interrupts and flex.random() < 0.3:
+                num_interrupts -= 1
+                launched.append(device.interrupt(plan, flex))
+            else:
+                launched.append(replace(device.run(plan), step_s=step_s))
+            limit = 0 if plan.runs_alone else steps_ahead
+        while launched and (plan is None or len(launched) > limit):
             take(scheduler.commit(launched.popleft()))
         for each in (pool, *local_pools):
             each.check()

@@ -19,7 +19,7 @@ from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
 from stoker.engine.process.grammars.compile_queue import CompileJob, FairCompilers
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
 from stoker.kv.store.kv_store import KvStore
-from stoker.proto.messages import ToEngine
+from stoker.proto.messages import Add, ToEngine
 from stoker.proto.pipe import EngineEnd, FrameEnd
 from stoker.sched.request import GenerateRequest, GrammarSpec
 
@@ -62,6 +62,7 @@ class Mailbox:
         self._grammars = grammars
         self._messages: queue.SimpleQueue[MailboxMessage] = queue.SimpleQueue()
         self._has_wake_up = threading.Event()  # a WakeUp is in the queue; one is enough
+        self._has_urgent = threading.Event()  # an interactive request may be in the queue
         # Two pools: a grammar that needs a trial may take minutes, and must not delay the cheap ones. Such grammars use
         # at most half of the cores.
         num_slow = min(_MAX_SLOW_COMPILERS, max(2, usable_cores() // 2))
@@ -77,9 +78,11 @@ class Mailbox:
     def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         """Return all queued messages. With `wait`, wait for the first one up to `timeout_s`."""
         messages: list[MailboxMessage] = []
+        self._has_urgent.clear()  # before the queue is read: a request that arrives now may set it in vain, but is not missed
         if wait:
             with suppress(queue.Empty):
                 messages.append(self._messages.get(timeout=timeout_s))
+            self._has_urgent.clear()
         while not self._messages.empty():
             messages.append(self._messages.get())
         self._has_wake_up.clear()
@@ -91,6 +94,15 @@ class Mailbox:
             self._has_wake_up.set()
             self._messages.put(WakeUp())
 
+    def has_urgent(self) -> bool:
+        """Return True if an interactive request has arrived since the last `take`."""
+        return self._has_urgent.is_set()
+
+    def _put_request(self, message: Add | StoreLookedUp) -> None:
+        self._messages.put(message)
+        if not message.request.is_flex:
+            self._has_urgent.set()
+
     def look_up(self, request: GenerateRequest, store: KvStore) -> None:
         """Query the store on another thread. A StoreLookedUp follows."""
         self._lookups.submit(self._look_up, request, store)
@@ -101,7 +113,7 @@ class Mailbox:
             num_blocks = store.num_worth_loading(request.token_ids, request.cache_salt)
         except Exception:  # a tier may raise anything; the request must run without its blocks
             log.error("kv_lookup_failed", exc_info=True)
-        self._messages.put(StoreLookedUp(request, num_blocks))
+        self._put_request(StoreLookedUp(request, num_blocks))
 
     def compile(self, spec: GrammarSpec, tenant: str, job: CompileJob | None = None) -> CompileJob:
         """Compile a grammar on another thread. A GrammarCompiled follows, unless the job is cancelled before it starts.
@@ -130,7 +142,11 @@ class Mailbox:
     def _read(self) -> None:
         try:
             while True:
-                self._messages.put(self._pipe.receive())
+                message = self._pipe.receive()
+                if isinstance(message, Add):
+                    self._put_request(message)
+                else:
+                    self._messages.put(message)
         except FrameEnd:
             os._exit(0)  # the server has ended
         except msgspec.DecodeError:

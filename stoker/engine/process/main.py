@@ -317,6 +317,7 @@ def _build(
             ahead=ahead,
             tuning_dir=None if arguments.tuning_dir is None else Path(arguments.tuning_dir),
             wake=mailbox.wake,
+            has_urgent=mailbox.has_urgent,
             kernel_cache_dir=Path(arguments.kernel_cache_dir) if arguments.kernel_cache_dir is not None else None,
             ranks=RankProcesses(lost_ranks) if ranks.tp * ranks.pp > 1 else None,
         )
