@@ -134,6 +134,7 @@ class Scheduler:
         self._num_plans = self._num_commits = 0
         self._launched: deque[_LaunchedPlan] = deque()
         self._loads = PendingLoads(self._sets)
+        self._shortened: list[Sequence] = []  # after failed loads; the next plan has their block tables
         self._unfilled: list[BlockId] = []  # blocks of failed loads in the first KV set, cleared with the next plan
         self._leases = Leases(config.lease, self._sets)
         self._offers = Offers(config.max_offers, self._sets)
@@ -261,7 +262,8 @@ class Scheduler:
             self._sets.release(seq)
             return
         if finished.failed:
-            self._sets.shorten(seq, seq.num_named)
+            self._sets.shorten(seq, seq.num_named, finished.num_computed // seq.block_tokens)
+            self._shortened.append(seq)
         seq.state = SequenceState.RUNNING
         seq.num_computed = finished.num_computed
         seq.pulled_tokens = finished.pulled_tokens
@@ -303,6 +305,9 @@ class Scheduler:
         """Return the next step, or None if there is nothing to compute now."""
         to_compute = [(seq, seq.num_to_compute) for seq in self._running if self._is_plannable(seq)]
         builder = PlanBuilder(0, [[] for _ in self._sets.pools], holds_flex=self._has_interactive_prompt(to_compute))
+        for seq in self._shortened:
+            if seq.state is SequenceState.RUNNING:
+                builder.put_tables(seq)
         self._fill(builder, to_compute)
         if builder.holds_flex and builder.is_empty:  # the interactive prompt may wait for blocks of flex sequences
             builder.holds_flex = False
@@ -314,7 +319,7 @@ class Scheduler:
             self._drafting.launched(builder.drafts)
         guesses, alone = self._drafting.num_guesses, not self._flex.is_quiet
         plan = builder.build(self._freed_rows, self._unfilled, guesses, flex_runs_alone=alone)
-        self._freed_rows, self._unfilled = [], []
+        self._freed_rows, self._unfilled, self._shortened = [], [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
         self._num_plans += 1
         seqs = list(builder.counts)
