@@ -456,6 +456,10 @@ class Scheduler:
         for span, seq, row_epoch in zip(spans, seqs, row_epochs, strict=True):
             if seq.state is not SequenceState.DONE:
                 seq.num_pending -= span.samples
+                if span.num_drafts:
+                    self._drafting.dropped(seq)
+                    seq.num_drafting -= span.num_drafts
+                    self.counters.draft_tokens -= span.num_drafts
                 if seq.row_epoch == row_epoch:
                     self._move_to_queue(seq)
 
