@@ -42,6 +42,7 @@ from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.duties import Duties
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges, add_task_counters
 from stoker.gateway.http import Server, ServerLimits
+from stoker.gateway.insight.canary_watch import CanaryShare, CanaryWatch
 from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
 from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.insight_endpoint import InsightEndpoint
@@ -267,6 +268,15 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         {one.name: one.model for one in config.alias if one.share == 1},
         {one.name: (one.model, one.share) for one in config.alias if one.share < 1},
     )
+    canaries = CanaryWatch(
+        {
+            one.name: CanaryShare(one.model, aliases.without_canary(one.name), one.share)
+            for one in config.alias
+            if one.share < 1
+        },
+        config.canary,
+        aliases.stop_canary,
+    )
     model_of = partial(requested_model, fleet=fleet, aliases=aliases)
     objects = _objects(config, threads, keys, name, model_of, errors)
     cors = CorsRules(config.listen.cors_origin)
@@ -279,6 +289,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         prices,
         goals,
         gauges,
+        canaries,
         currency=config.meter.currency,
         has_prices=bool(config.price),
         process=config.process,
@@ -409,7 +420,7 @@ def _scaling(
 ) -> Scaling:
     """Return the autoscaler. Of several processes, only the first one decides."""
     settings = config.autoscale if config.process == 0 else replace(config.autoscale, mode="off")
-    board = ScaleBoard(clock)
+    board = ScaleBoard(clock, secrets.token_hex(8))
     sampler = FleetSampler(fleet, load_book, admission, metrics.ttft_s)
     return Scaling(settings, sampler, duties, board, board, clock, errors)
 
