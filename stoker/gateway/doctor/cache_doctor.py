@@ -76,9 +76,9 @@ class CacheDoctor:
                     num_held = int(end)
                     yield min(end * block, full), reason, place
         lost = self._losses.run_of(keys, num_held, route.routed_s)
-        for number, loss in enumerate(lost, num_held + 1):
+        for number, loss in lost:
             yield min(number * block, full), *_reason(loss, route.routed_s)
-        known = (num_held + len(lost)) * block
+        known = (lost[-1][0] if lost else num_held) * block
         for end, reason, place in _never_sent(turn, found, keys, block, has_known_start=known > 0):
             if end > known:
                 yield (end if end < full else full), reason, place
