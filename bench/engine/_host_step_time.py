@@ -58,7 +58,8 @@ class InstantDevice:
         shape = next((shape for shape in self._by_cost if shape.holds(data.needed)), data.exact)
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
         data.pack(packed.numpy(), shape, samples)
-        return StepOutputs(None, self._sampled)
+        unused: Any = self._sampled[:0]  # without drafts and logits, only the sampled tokens are read
+        return StepOutputs(None, self._sampled, unused, unused, unused, unused, unused)
 
 
 class Parts:
@@ -127,7 +128,7 @@ def build(folder: Path, num_rows: int) -> tuple[BuiltEngine, BlockLog]:
     built = build_engine(folder, settings, observer=blocks, random_weights_seed=0)
     runner = built.engine._runner
     runner._gpu_steps = InstantDevice(num_rows)  # type: ignore[assignment]
-    runner._kv.clear = lambda blocks: None  # type: ignore[method-assign]  # a GPU clears nothing here either
+    runner._kv.clear = lambda blocks, kv_set: None  # type: ignore[method-assign]  # a GPU clears nothing here either
     return built, blocks
 
 

@@ -21,7 +21,8 @@ from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.prefill_order import PrefillOrder
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.sched.sequence import Sequence
 
 NAME = "prefill_order"
@@ -80,9 +81,7 @@ class Simulation:
         self._rng = random.Random(seed)
         pool = BlockPool(args.kv_tokens // BLOCK_TOKENS)
         config = SchedulerConfig(BLOCK_TOKENS, args.step_tokens, args.max_rows, target_itl_s=args.target_itl_ms / 1e3)
-        self._scheduler = Scheduler(config, pool)
-        if by_arrival:
-            self._scheduler._order = ArrivalOrder(args.step_tokens, self._scheduler._tokens_left)
+        self._scheduler = Scheduler(config, pool, order=ArrivalOrder if by_arrival else PrefillOrder)
         self._sessions = make_sessions(args, seed)
         self._turns: list[tuple[float, int]] = []  # when each session sends its next turn
         self.times = Times()

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def simulation(setup: Setup, policy: str, target_itl_s: float) -> Simulation:
     from bench.support.simulated_device import DEVICES, FixedSize, Simulation
-    from stoker.sched.scheduler import SchedulerConfig
+    from stoker.sched.scheduler_config import SchedulerConfig
 
     config = SchedulerConfig(
         setup.block_tokens, setup.step_tokens, setup.max_rows, target_itl_s=target_itl_s or float("inf")

@@ -83,6 +83,7 @@ def _own_times() -> list[Result]:
     from stoker.fleet.fleet import Fleet
     from stoker.fleet.load_book import LoadBook
     from stoker.gateway.admission.prices import PriceList
+    from stoker.gateway.insight.canary_watch import no_canaries
     from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
     from stoker.gateway.insight.insight_book import InsightBook
     from stoker.gateway.insight.latency_goals import LatencyGoals
@@ -95,7 +96,7 @@ def _own_times() -> list[Result]:
     for num_tokens in (1_000, 16_000, 128_000):
         metrics = GatewayMetrics()
         gauges = partial(read_fleet_gauges, Fleet(), LoadBook(), time.monotonic, lambda: 0, lambda: 0)
-        book = InsightBook(metrics, PriceList(), LatencyGoals(), gauges)
+        book = InsightBook(metrics, PriceList(), LatencyGoals(), gauges, no_canaries())
         numbers = random.Random(1)
         keys = [numbers.getrandbits(64) for _ in range(num_tokens // BLOCK_TOKENS)]
         query = RouteQuery(model="m", keys=keys, block_tokens=BLOCK_TOKENS, num_tokens=num_tokens)

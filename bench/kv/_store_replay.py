@@ -32,7 +32,8 @@ from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.sched.step_rates import StepRates
 
 BLOCK_TOKENS = 4

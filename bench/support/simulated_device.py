@@ -18,7 +18,8 @@ from stoker.base.ids import RequestId
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.sched.step_size import StepSize
 
 

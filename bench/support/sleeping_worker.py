@@ -28,7 +28,8 @@ from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, TokenChunk, TokenChunks
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
 from stoker.worker.app import make_app, make_runner

@@ -239,7 +239,8 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     print_result(table(("PROCESS", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
     for part in plan.parts:
         changes = "".join(f"{name}={shlex.quote(value)} " for name, value in part.env.items())
-        print_result(f"\n{part.name}:\n  {changes}{shlex.join(part.command)}")
+        spare = " (when the autoscaler wants it)" if part.spare else ""
+        print_result(f"\n{part.name}{spare}:\n  {changes}{shlex.join(part.command)}")
     return 0
 
 

@@ -19,16 +19,22 @@ from stoker.cli.drain import find_worker
 from stoker.cli.gateway_admin import GatewayAdmin, add_gateway_arguments
 
 if TYPE_CHECKING:
-    from stoker.proto.admin_api import WorkerStatus
+    from collections.abc import Iterator, Sequence
+
+    from stoker.base.canary import RequestGroup
+    from stoker.proto.admin_api import CanaryStatus, RequestOutcome, WorkerStatus
 
 NAME = "upgrade"
 HELP = "restart the workers of a fleet one at a time"
 DESCRIPTION = """Restart the workers of a fleet one at a time, such as after a new version was installed. Each one is drained, and
-its requests move to other workers, and it is restarted and watched before the next one. The upgrade stops at the first worker that
-does not get ready, or when requests fail. Workers of `stoker up` on this machine are restarted by it. Others need --restart."""
+its requests move to other workers, and it is restarted and watched before the next one. The upgrade stops with exit code 1 at the
+first worker that does not get ready, whose requests fail, or that is much slower than the others. Workers of `stoker up` on this
+machine are restarted by it. Others need --restart."""
 
+EXIT_STOPPED = 1
 _GONE_S = 120.0
 _POLL_S = 0.1
+_MAX_REQUESTS = 1000  # as many as a gateway keeps
 _FAILED = re.compile(r'stoker_gateway_requests_total\{[^}]*status="5\d\d"[^}]*\} (\S+)')
 _BROKEN = re.compile(r'stoker_gateway_resumes_total\{[^}]*outcome="failed"[^}]*\} (\S+)')
 
@@ -51,24 +57,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-errors", type=int, default=0, metavar="N", help="Stop if more requests fail. Default: 0."
     )
+    parser.add_argument(
+        "--min-requests",
+        type=int,
+        default=50,
+        metavar="N",
+        help="Compare a worker with the others when both have had this many requests. Default: 50.",
+    )
+    parser.add_argument(
+        "--slow-factor",
+        type=float,
+        default=3.0,
+        metavar="X",
+        help="Stop if the 90th percentile of a latency is this many times that of the other workers. Default: 3.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    from stoker.base.canary import CanaryLimits
     from stoker.proto.admin_api import ADMIN_FLEET_PATH, decode_worker_list
     from stoker.up.rolling import RollingUpgrade, UpgradeLimits, UpgradeStopped
 
+    canary = CanaryLimits(min_requests=args.min_requests, slow_factor=args.slow_factor)
     admin = GatewayAdmin.of(args)
     workers = decode_worker_list(admin.get(ADMIN_FLEET_PATH)).workers
     names = args.worker or [one.worker for one in workers]
     if not names:
         raise ConfigError(f"{admin.url} has no workers")
     restart = _CommandRestart(args.restart) if args.restart else _SupervisedRestart(admin.url)
-    limits = UpgradeLimits(args.drain_s, args.ready_s, args.watch_s, args.max_errors)
+    limits = UpgradeLimits(args.drain_s, args.ready_s, args.watch_s, args.max_errors, canary)
     rolling = RollingUpgrade(_Control(admin), restart, limits, time.monotonic, time.sleep, _say)
     try:
         rolling.run(names)
     except UpgradeStopped as stopped:
-        raise ConfigError(f"the upgrade has stopped: {stopped.message}") from stopped
+        print_message(f"stoker: the upgrade has stopped: {stopped.message}", sys.stderr)
+        return EXIT_STOPPED
     print_result(f"{len(names)} workers were restarted.")
     return 0
 
@@ -105,6 +128,55 @@ class _Control:
         pattern = r"stoker_gateway_worker_failures_total\{[^}]*worker=\"" + re.escape(name) + r"\"([^}]*)\} (\S+)"
         found = re.findall(pattern, page)
         return int(sum(float(value) for labels, value in found if 'kind="busy"' not in labels))
+
+    def newest_s(self) -> float:
+        return max((one.time_s for one in self._ended(1)), default=0.0)
+
+    def groups(self, name: str, after_s: float) -> tuple[RequestGroup, RequestGroup]:
+        from stoker.proto.admin_api import ADMIN_FLEET_PATH, decode_worker_list
+
+        roles = {one.worker: one.role for one in decode_worker_list(self._admin.get(ADMIN_FLEET_PATH)).workers}
+        ended = [one for one in self._ended(_MAX_REQUESTS) if one.time_s > after_s]
+        others = {other for other, role in roles.items() if other != name and role == roles.get(name)}
+        return _group([one for one in ended if one.worker == name]), _group(
+            [one for one in ended if one.worker in others]
+        )
+
+    def canaries(self) -> Sequence[CanaryStatus]:
+        from stoker.proto.admin_api import ADMIN_CANARIES_PATH, decode_canary_list
+
+        return [one for page in self._pages(ADMIN_CANARIES_PATH) for one in decode_canary_list(page).canaries]
+
+    def _ended(self, count: int) -> list[RequestOutcome]:
+        from stoker.proto.admin_api import ADMIN_REQUESTS_PATH, decode_request_outcomes
+
+        pages = self._pages(f"{ADMIN_REQUESTS_PATH}?n={count}")
+        return [one for page in pages for one in decode_request_outcomes(page).requests]
+
+    def _pages(self, path: str) -> Iterator[bytes]:
+        """Yield the answers of all processes of the gateway."""
+        from stoker.proto.admin_api import ADMIN_STATUS_PATH, decode_gateway_status
+
+        joint = "&" if "?" in path else "?"
+        for number in range(decode_gateway_status(self._admin.get(ADMIN_STATUS_PATH)).processes):
+            yield self._admin.get(f"{path}{joint}process={number}")
+
+
+def _group(requests: Sequence[RequestOutcome]) -> RequestGroup:
+    from stoker.base.canary import RequestGroup
+
+    good = [one for one in requests if one.status < 500 and one.ttft_ms is not None]
+    itl_ms = [
+        (one.e2e_ms - one.ttft_ms) / (one.completion_tokens - 1)
+        for one in good
+        if one.ttft_ms is not None and one.completion_tokens > 1 and one.e2e_ms > one.ttft_ms
+    ]
+    return RequestGroup(
+        len(requests),
+        sum(one.status >= 500 for one in requests),
+        [one.ttft_ms for one in good if one.ttft_ms is not None],
+        itl_ms,
+    )
 
 
 class _CommandRestart:

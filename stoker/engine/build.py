@@ -42,7 +42,8 @@ from stoker.models.family import Model, family_of
 from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.sched.step_rates import StepRates
 from stoker.spec.draft_counts import DraftCounts
 from stoker.spec.drafter import DrafterParts

@@ -13,7 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.models.family import ModelShape
 from stoker.parallel.shard import RankLayout
-from stoker.sched.scheduler import plans_in_flight
+from stoker.sched.step_budget import plans_in_flight
 from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
 # The arithmetic of the largest captured step. It takes an H200 about 50 ms, longer than the host needs to launch it.

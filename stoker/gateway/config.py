@@ -13,6 +13,7 @@ from typing import Any
 
 from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base import log
+from stoker.base.canary import CanaryLimits
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, setting
 from stoker.fleet.health import HealthSettings
@@ -44,6 +45,7 @@ class GatewayConfig:
     flex: FlexSettings = field(default_factory=FlexSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     autoscale: AutoscaleSettings = field(default_factory=AutoscaleSettings)
+    canary: CanaryLimits = field(default_factory=CanaryLimits)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     recording: RecordingSettings = field(default_factory=RecordingSettings)
     twin: TwinSettings = field(default_factory=TwinSettings)

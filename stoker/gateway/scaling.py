@@ -37,8 +37,9 @@ log = EventLog("autoscale")
 class ScaleBoard:
     """The workers that are wanted and those that may stop, until the fleet shows that it has happened."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], name: str) -> None:
         self._clock = clock
+        self.name = name  # of this process's wishes: their numbers begin again after a restart
         self._starts: deque[tuple[StartWish, float]] = deque(maxlen=_MAX_WISHES)
         self._stops: dict[WorkerId, None] = {}
         self._count = 0
@@ -163,6 +164,7 @@ class Scaling:
         now = self._clock()
         return ScaleWishes(
             mode=self._settings.mode,
+            board=self._board.name,
             starts=self._board.starts,
             stops=list(self._board.stops),
             decisions=[

@@ -113,8 +113,11 @@ class GlooCollectives:
                 work.wait(timedelta(seconds=_POLL_S))
                 return
             except RuntimeError as error:
-                if work.is_completed() or _TIMED_OUT not in str(error):
+                if _TIMED_OUT not in str(error):
                     raise
+                if work.is_completed():  # it may have ended after the timeout: this returns or raises its own error
+                    work.wait()
+                    return
                 self._check_open()
 
     def _check_open(self) -> None:

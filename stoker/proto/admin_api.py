@@ -16,6 +16,8 @@ ADMIN_DRAIN_PATH = "/admin/drain"
 ADMIN_UNDRAIN_PATH = "/admin/undrain"
 ADMIN_ROLE_PATH = "/admin/role"
 ADMIN_SCALE_PATH = "/admin/scale"
+ADMIN_CANARIES_PATH = "/admin/canaries"
+ADMIN_REQUESTS_PATH = "/admin/requests"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,9 +114,41 @@ class ScaleWishes(msgspec.Struct, frozen=True, kw_only=True):
     """What the autoscaler wants from a placement engine, and its latest decisions, the latest first."""
 
     mode: str  # off, dry_run or on
+    board: str = ""  # another one after each restart of the gateway, whose wishes are then counted from 1 again
     starts: list[StartWish] = []
     stops: list[str] = []  # workers that are drained and may end
     decisions: list[ScaleDecision] = []
+
+
+class CanaryStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of a name's requests that goes to another model, and how that model compares with the rest."""
+
+    name: str
+    model: str
+    rest: str = ""  # the model of the other requests
+    share: float = 0.0
+    stopped: bool = False  # it was worse than the rest, and gets no more requests
+    reason: str = ""
+    numbers: dict[str, float] = {}
+
+
+class CanaryList(msgspec.Struct, frozen=True, kw_only=True):
+    canaries: list[CanaryStatus] = []
+
+
+class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a comparison of workers needs of a request that has ended."""
+
+    time_s: float  # arrival as Unix time
+    worker: str = ""
+    status: int = 0
+    ttft_ms: float | None = None
+    e2e_ms: float = 0.0
+    completion_tokens: int = 0
+
+
+class RequestOutcomes(msgspec.Struct, frozen=True, kw_only=True):
+    requests: list[RequestOutcome] = []
 
 
 class MissReason(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,4 +207,6 @@ decode_now = msgspec.json.Decoder(NowAnswer).decode
 decode_gateway_status = msgspec.json.Decoder(GatewayStatus).decode
 decode_worker_list = msgspec.json.Decoder(WorkerList).decode
 decode_scale_wishes = msgspec.json.Decoder(ScaleWishes).decode
+decode_canary_list = msgspec.json.Decoder(CanaryList).decode
+decode_request_outcomes = msgspec.json.Decoder(RequestOutcomes).decode
 decode_miss_list = msgspec.json.Decoder(MissList).decode

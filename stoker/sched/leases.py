@@ -64,6 +64,11 @@ class Leases:
     def num_held(self) -> int:
         return len(self._held)
 
+    @property
+    def can_hold(self) -> bool:
+        """False if this engine holds no KV for other workers."""
+        return self._terms is not None
+
     def open(self, lease_id: str, seq: Sequence) -> None:
         """Start a growing lease on the sequence's KV. Raises InvalidRequest if the engine holds no leases or the id is
         used."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from stoker.base.ids import BlockId, BlockKey
 from stoker.sched.block_sets import BlockSets, PrefixMatch
+from stoker.sched.loads import loadable_tokens
 from stoker.sched.offers import Offers
-from stoker.sched.sequence import Sequence
+from stoker.sched.sequence import Sequence, SequenceState
 
 
 class PrefixCache:
@@ -49,6 +50,13 @@ class PrefixCache:
             count += 1
         seq.num_matched = count
         return count
+
+    def tokens_left(self, seq: Sequence) -> int:
+        """Return how many known tokens are to be computed. For a waiting sequence it is an estimate."""
+        if seq.state is not SequenceState.WAITING:
+            return seq.num_to_compute
+        cached = max(self.num_matched(seq) * seq.block_tokens, loadable_tokens(seq))
+        return len(seq.token_ids) - cached
 
     def sequence_ahead(self, seq: Sequence) -> Sequence | None:
         """Return the running sequence that is computing the first block that `seq` does not find in the pool.

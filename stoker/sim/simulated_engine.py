@@ -20,7 +20,8 @@ from stoker.kv.blocks.transfer import KvLoad, KvTicket, LoadResult, OfferedBlock
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, TokenChunks, TokenUsage
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.sched.step_rates import StepRates
 from stoker.sim.calibration import Calibration
 from stoker.sim.event_loop import EventLoop, ScheduledEvent

@@ -125,6 +125,11 @@ class UpConfig:
         pattern=r"\S+",
         expected="an address",
     )
+    scale: str = setting(
+        "on",
+        "What to do when the gateway's autoscaler wants workers to start or to end: do it, or only say it (`dry_run`).",
+        choices=("on", "dry_run"),
+    )
     first_pause_s: float = setting(
         0.1, "Pause before a process that exited is restarted. It doubles with each restart.", unit="s", gt=0
     )
@@ -172,7 +177,13 @@ class UpConfig:
 class WorkersConfig:
     """[[workers]]: one or more workers with the same settings."""
 
-    count: int = setting(1, "Number of workers.", ge=1)
+    count: int = setting(1, "Number of workers. 0: only the autoscaler starts some.", ge=0)
+    max_count: int = setting(
+        0,
+        "Most workers, with those that the autoscaler starts. They have the same settings, and memory and ports are kept for them.",
+        ge=0,
+        default_text="`count`",
+    )
     name: str | None = setting(
         None,
         "Name of the workers: NAME-0, NAME-1 and so on.",
@@ -195,6 +206,11 @@ class WorkersConfig:
     role: str = "unified"  # one of the settings of `stoker serve`, which are in `options`
     options: Mapping[str, Any] = field(default_factory=dict)  # settings of `stoker serve`, by their keys
 
+    @property
+    def most(self) -> int:
+        """Return how many workers may run at the same time."""
+        return max(self.count, self.max_count)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
@@ -204,6 +220,24 @@ class FleetConfig:
     gateway: dict[str, Any] = field(default_factory=dict)  # passed on to the gateway
     store: FleetStore = field(default_factory=FleetStore)
     up: UpConfig = field(default_factory=UpConfig)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Return True if the gateway's autoscaler starts and ends workers."""
+        return self._autoscale_mode == "on"
+
+    @property
+    def may_scale(self) -> bool:
+        """Return True if the autoscaler decides about workers, perhaps only in a dry run."""
+        return self._autoscale_mode in ("on", "dry_run")
+
+    @property
+    def _autoscale_mode(self) -> object:
+        """Return what the autoscaler does with its decisions about workers. The gateway checks the table."""
+        autoscale = self.gateway.get("autoscale")
+        if not isinstance(autoscale, dict) or not autoscale.get("max_workers"):
+            return "off"
+        return autoscale.get("mode", "off")
 
 
 def fleet_config(table: Mapping[str, Any], serve: Mapping[str, Declared]) -> FleetConfig:
@@ -225,6 +259,7 @@ def fleet_config(table: Mapping[str, Any], serve: Mapping[str, Declared]) -> Fle
     )
     _check_roles(config)
     _check_placement(config)
+    _check_scaling(config)
     return config
 
 
@@ -247,7 +282,8 @@ def _workers(table: dict[str, Any], serve: Mapping[str, Declared], at: str) -> W
         raise ConfigError(
             f"{at}: device={options['device']!r} and devices={list(workers.devices)}: give only one of them"
         )
-    _check_ports(options.get("port", 0), workers.count, at)
+    _check_count(workers, at)
+    _check_ports(options.get("port", 0), workers.most, at)
     if invalid := [name for name, text in workers.env.items() if not name or "=" in name or "\0" in name + text]:
         raise ConfigError(f"{at}.env: {invalid[0]!r} cannot be an environment variable; rename or remove it")
     return workers
@@ -258,6 +294,15 @@ def _unknown_worker_key(name: str, serve: Mapping[str, Declared], own: Mapping[s
         if name in one.old_keys:
             return ConfigError(f"{at}.{name} was renamed: write {at}.{key}")
     return unknown_key(name, own.values(), set(serve) - set(_SET_BY_UP), at)
+
+
+def _check_count(workers: WorkersConfig, at: str) -> None:
+    if workers.max_count and workers.max_count < workers.count:
+        raise ConfigError(f"{at}: max_count={workers.max_count} is below count={workers.count}; raise it or remove it")
+    if not workers.most:
+        raise ConfigError(
+            f"{at}.count=0: give a count of at least 1, or max_count for workers that the autoscaler starts"
+        )
 
 
 def _check_ports(first: int, count: int, at: str) -> None:
@@ -280,7 +325,7 @@ def _gateway_table(table: Any) -> dict[str, Any]:
 
 def _check_roles(config: FleetConfig) -> None:
     others = config.gateway.get("worker", [])
-    if not config.workers and not others:
+    if not any(one.count for one in config.workers) and not others:
         raise ConfigError("there is no worker: at least one [[workers]] is needed")
     if others:
         return  # workers elsewhere may have the roles that are missing here
@@ -294,6 +339,16 @@ def _check_roles(config: FleetConfig) -> None:
                 f"{named}: there are {counts['prefill']} prefill workers, and no decode or unified workers that could "
                 "generate answers; add one"
             )
+
+
+def _check_scaling(config: FleetConfig) -> None:
+    """Refuse workers that nothing would ever start."""
+    spare = [one for one in config.workers if one.most > one.count]
+    if spare and not config.may_scale:
+        raise ConfigError(
+            f'workers.max_count={spare[0].max_count} has no effect without the autoscaler: write mode = "on" and max_workers '
+            "under [gateway.autoscale], or remove max_count"
+        )
 
 
 def _check_placement(config: FleetConfig) -> None:

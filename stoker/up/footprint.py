@@ -33,7 +33,7 @@ class Footprint:
 
 def footprint(config: FleetConfig, models: Mapping[str | None, FleetModel], machine: Machine) -> Footprint:
     """Estimate what the processes of the fleet use when their caches are full."""
-    store, num_workers = config.store, sum(one.count for one in config.workers)
+    store, num_workers = config.store, sum(one.most for one in config.workers)
     segments = store.segment_gib * num_workers if store.mooncake is not None else 0.0
     return Footprint(
         workers=sum(_workers_bytes(one, models[one.model], machine) for one in config.workers),
@@ -47,14 +47,14 @@ def _workers_bytes(workers: WorkersConfig, model: FleetModel, machine: Machine) 
     options = workers.options
     on_gpu = bool(workers.devices) or str(options.get("device", "")).startswith("cuda")
     if on_gpu or (machine.gpu_bytes and "device" not in options):
-        return workers.count * GPU_WORKER_BYTES
+        return workers.most * GPU_WORKER_BYTES
     if "kv_blocks" in options:
         kv_bytes = 0  # the size of a block is not known here
     elif "kv_memory_gib" in options:
         kv_bytes = int(options["kv_memory_gib"] * GIB)
     else:
         kv_bytes = min(int(machine.ram_bytes * _CPU_KV_SHARE), _CPU_KV_MOST_BYTES)
-    return workers.count * (CPU_WORKER_BYTES + model.cpu_bytes + kv_bytes)
+    return workers.most * (CPU_WORKER_BYTES + model.cpu_bytes + kv_bytes)
 
 
 def footprint_words(config: FleetConfig, models: Mapping[str | None, FleetModel], machine: Machine) -> Iterator[str]:

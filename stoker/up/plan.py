@@ -66,6 +66,7 @@ class FleetPart:
     ranks_per_node: int = 1
     device: str | None = None
     files: Mapping[str, Path] = field(default_factory=dict)  # whose names in the command become their paths
+    spare: bool = False  # it starts when the autoscaler wants it
 
     def uses_gpus(self, are_there: bool) -> bool:
         """Return True if each rank needs a GPU. `are_there`: there are some."""
@@ -73,7 +74,7 @@ class FleetPart:
 
     @property
     def rule(self) -> PartRule:
-        return PartRule(self.name, _START_RANKS[self.kind], _STOP_RANKS[self.kind], self.stop_s)
+        return PartRule(self.name, _START_RANKS[self.kind], _STOP_RANKS[self.kind], self.stop_s, self.spare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class FleetPlan:
     store_name: str | None  # name of the host tier's shared memory, which stays when its users exit
     models: tuple[str, ...]
     needs_api_key: bool  # whether clients need an API key
+    is_scaled: bool = False  # the gateway's autoscaler starts and ends workers
 
 
 @dataclass(slots=True)
@@ -140,6 +142,11 @@ class Planner:
 
     def plan(self, gateway: Listening) -> FleetPlan:
         """Return the plan. The gateway's port is already reserved, because the run folder is named after it."""
+        if gateway.tls and self.config.is_scaled:
+            raise ConfigError(
+                "gateway.listen.tls_cert: workers that the autoscaler starts register with the gateway, which needs a plain port; "
+                "terminate TLS in front of it, or set gateway.autoscale.max_workers = 0"
+            )
         self._check_shared_memory()
         parts: list[FleetPart] = []
         store = self.config.store
@@ -150,7 +157,9 @@ class Planner:
             mooncake = parts[-1].address
         tiers = _tier_options(store, name, mooncake)
         workers = self._workers(gateway, tiers)
-        known = [{"url": part.address, "role": part.role} for part in workers if part.address]
+        # The autoscaler's workers come and go, so that the gateway learns of them only when they register.
+        addressed = [] if self.config.is_scaled else [part for part in workers if part.address]
+        known = [{"url": part.address, "role": part.role} for part in addressed]
         table = merged(
             self.config.gateway,
             {
@@ -164,7 +173,9 @@ class Planner:
         parts.append(self._gateway(gateway))
         parts += workers
         served = dict.fromkeys(name for one in self.config.workers for name in self._served_names(one))
-        return FleetPlan(tuple(parts), gateway, table, name, tuple(served), bool(table.get("key")))
+        return FleetPlan(
+            tuple(parts), gateway, table, name, tuple(served), bool(table.get("key")), self.config.is_scaled
+        )
 
     def _served_names(self, workers: WorkersConfig) -> Sequence[str]:
         names: Sequence[str] = workers.options.get("served_name") or (self.models[workers.model].name,)
@@ -209,14 +220,14 @@ class Planner:
         names = _part_names(self.config.workers)
         if self.config.up.placement == RAY:
             return [
-                self._placed_worker(gateway, workers, tiers, names.pop(0))
+                self._placed_worker(gateway, workers, tiers, names.pop(0), number >= workers.count)
                 for workers in self.config.workers
-                for _ in range(workers.count)
+                for number in range(workers.most)
             ]
         sharers = Counter(gpu for one in self.config.workers for gpu in _gpus(one))
         parts = []
         for workers in self.config.workers:
-            for number, gpu in enumerate(_gpus(workers) or [None] * workers.count):
+            for number, gpu in enumerate(_gpus(workers) or [None] * workers.most):
                 name = names.pop(0)
                 host = workers.options.get("host", "127.0.0.1")
                 if "port" in workers.options:
@@ -242,12 +253,13 @@ class Planner:
                         stop_s=drain_s + _AFTER_DRAIN_S,
                         env=workers.env,
                         health_url=f"{address}/health",
+                        spare=number >= workers.count,
                     )
                 )
         return parts
 
     def _placed_worker(
-        self, gateway: Listening, workers: WorkersConfig, tiers: Mapping[str, Any], name: str
+        self, gateway: Listening, workers: WorkersConfig, tiers: Mapping[str, Any], name: str, spare: bool
     ) -> FleetPart:
         """Return a worker that runs on a machine that is not known yet. Its model is found there, not here."""
         if gateway.tls:
@@ -277,6 +289,7 @@ class Planner:
             ranks_per_node=options.get("tp", 1) * options.get("pp", 1) // nodes,
             device=options.get("device"),
             files={SECRET_FILE: self.paths.secret_file},
+            spare=spare,
         )
 
     def _common(self, gateway: Listening, model: str | None) -> dict[str, Any]:
@@ -353,7 +366,7 @@ def _part_names(workers: Sequence[WorkersConfig]) -> list[str]:
     names = []
     for one in workers:
         base = one.name or one.role
-        for _ in range(one.count):
+        for _ in range(one.most):
             names.append(f"{base}-{counts[base]}")
             counts[base] += 1
     return names
@@ -361,4 +374,4 @@ def _part_names(workers: Sequence[WorkersConfig]) -> list[str]:
 
 def _gpus(workers: WorkersConfig) -> list[int]:
     """Return the GPU of each worker, if the table names GPUs."""
-    return [workers.devices[n % len(workers.devices)] for n in range(workers.count)] if workers.devices else []
+    return [workers.devices[n % len(workers.devices)] for n in range(workers.most)] if workers.devices else []

@@ -1,7 +1,10 @@
 """Rolling upgrade: restarts the workers of a fleet one at a time, and stops at the first sign of trouble.
 
 A worker is drained, its requests move to other workers, it is restarted, and gets requests again. Then it is watched for a while
-before the next one. The caller provides the gateway, the restart and the clock, so that a test runs it without processes.
+before the next one: its errors, and its errors and latencies compared with those of the other workers. A canary that the gateway
+has stopped stops the upgrade too.
+
+The caller provides the gateway, the restart and the clock, so that a test runs it without processes.
 """
 
 from __future__ import annotations
@@ -10,10 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stoker.base.canary import CanaryLimits, RequestGroup, judge
 from stoker.base.errors import StokerError
-from stoker.proto.admin_api import WorkerStatus
+from stoker.proto.admin_api import CanaryStatus, WorkerStatus
 
 _POLL_S = 0.2
+_WATCH_POLL_S = 1.0
+# A worker that was restarted computes what the others have cached, so that some more time is usual.
+_CANARY = CanaryLimits(slow_factor=3.0)
 
 
 class UpgradeStopped(StokerError):
@@ -39,6 +46,15 @@ class FleetControl(Protocol):
     def num_failures(self, name: str) -> int:
         """Return how many requests have failed on this worker since the gateway started."""
 
+    def newest_s(self) -> float:
+        """Return the Unix time at which the newest request that has ended arrived; 0 if there is none."""
+
+    def groups(self, name: str, after_s: float) -> tuple[RequestGroup, RequestGroup]:
+        """Return the ended requests of this worker and those of others with its role. They arrived after this Unix time."""
+
+    def canaries(self) -> Sequence[CanaryStatus]:
+        """Return the canaries of the gateway, with those that it has stopped."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpgradeLimits:
@@ -48,6 +64,7 @@ class UpgradeLimits:
     ready_s: float = 900.0
     watch_s: float = 30.0
     max_errors: int = 0
+    canary: CanaryLimits = _CANARY
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +80,7 @@ class RollingUpgrade:
 
     def run(self, names: Sequence[str]) -> None:
         """Upgrade these workers in order. Raises UpgradeStopped."""
+        self._check_canaries()
         errors = self.control.num_errors()
         for number, name in enumerate(names, 1):
             self._upgrade(name, errors)
@@ -85,9 +103,9 @@ class RollingUpgrade:
         if self.control.worker(name) is not None:  # one that registers itself may have left, and comes back undrained
             self.control.undrain(name)
         self._wait(lambda: self._is_back(name), self.limits.ready_s, f"{name} does not get ready", name)
-        failures = self.control.num_failures(name)
+        failures, newest_s = self.control.num_failures(name), self.control.newest_s()
         self.say(f"{name}: serves again, watching it for {self.limits.watch_s:g} s")
-        self._watch(name, errors, failures)
+        self._watch(name, errors, failures, newest_s)
 
     def _is_empty(self, name: str) -> bool:
         status = self.control.worker(name)
@@ -106,8 +124,16 @@ class RollingUpgrade:
                 )
             self.sleep(_POLL_S)
 
-    def _watch(self, name: str, errors: int, failures: int) -> None:
-        """Wait, and take the worker out of service again if requests fail."""
+    def _check_canaries(self) -> None:
+        for one in self.control.canaries():
+            if one.stopped:
+                raise UpgradeStopped(
+                    f"the gateway has stopped the canary {one.model} of {one.name}: {one.reason}. Repair it, restart the gateway, "
+                    "and begin again"
+                )
+
+    def _watch(self, name: str, errors: int, failures: int, newest_s: float) -> None:
+        """Wait, and take the worker out of service again if its requests fail, or are much slower than those of the others."""
         until_s = self.now() + self.limits.watch_s
         while True:
             failed = max(self.control.num_errors() - errors, self.control.num_failures(name) - failures)
@@ -117,6 +143,17 @@ class RollingUpgrade:
                     f"{failed} requests failed after {name} was upgraded, more than --max-errors {self.limits.max_errors}. "
                     "It is drained again, and the workers after it were not touched"
                 )
+            verdict = judge(*self.control.groups(name, newest_s), self.limits.canary)
+            if verdict.stop:
+                self.control.drain(name)
+                numbers = ", ".join(f"{key}={value:g}" for key, value in verdict.numbers.items())
+                raise UpgradeStopped(
+                    f"{name} is worse than the other workers after its upgrade: {verdict.reason} ({numbers}). It is drained again, "
+                    "and the workers after it were not touched"
+                )
+            self._check_canaries()
             if self.now() >= until_s:
+                if verdict.numbers["canary_requests"] < self.limits.canary.min_requests:
+                    self.say(f"{name}: not compared with the other workers: {verdict.reason}")
                 return
-            self.sleep(min(_POLL_S, max(0.0, until_s - self.now())))
+            self.sleep(min(_WATCH_POLL_S, max(0.0, until_s - self.now())))

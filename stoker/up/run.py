@@ -25,6 +25,8 @@ from stoker.up.placement.contract import PlacedPart, Placement
 from stoker.up.plan import FleetPart, FleetPlan, PartKind
 from stoker.up.probing import ProbePolicy
 from stoker.up.rotating_file import RotatingFile
+from stoker.up.scale_follower import WorkerSlot
+from stoker.up.scale_link import ScaleLink
 from stoker.up.state import RunDir
 from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, describe_exit
 from stoker.up.terminal import Terminal
@@ -81,11 +83,13 @@ class SupervisedFleet:
         self._listen_to_signals()
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                scaling = self._tasks.create_task(self._scale())
                 while not self.supervisor.is_over:
                     await self._carry_out()
                     self._write_state()
                     if not self.supervisor.is_over:  # if no part was running, no exit event will come
                         await self._wait()
+                scaling.cancel()
         finally:
             for process in self._processes.values():
                 process.stop(StopMode.KILL)
@@ -192,7 +196,7 @@ class SupervisedFleet:
         places = {name: process.where for name, process in self._processes.items()}
         rows = [
             (part.name, part.role, part.address, places.get(part.name, "-"), self._log_path(part.name).name)
-            for part in self._placed_parts()
+            for part in self._used_parts()
         ]
         self.terminal.welcome(self.plan, rows, str(self.log_dir))
 
@@ -200,11 +204,15 @@ class SupervisedFleet:
         """Return all parts, with the addresses of those that run."""
         return [self._processes[name].part if name in self._processes else part for name, part in self._parts.items()]
 
+    def _used_parts(self) -> list[FleetPart]:
+        """Return the parts that belong to the fleet now."""
+        return [part for part in self._placed_parts() if self.supervisor.parts[part.name].phase is not Phase.UNUSED]
+
     async def _until_seen(self) -> None:
         """Wait until the gateway knows that all workers are ready."""
         until = time.monotonic() + _SEEN_S
         headers = {"Authorization": f"Bearer {self.admin_token}"}
-        expected = {urlsplit(part.address).netloc for part in self._placed_parts() if part.kind is PartKind.WORKER}
+        expected = {urlsplit(part.address).netloc for part in self._used_parts() if part.kind is PartKind.WORKER}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S), headers=headers) as session:
             while time.monotonic() < until and not self.supervisor.stopping:
                 with suppress(aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError):
@@ -213,6 +221,32 @@ class SupervisedFleet:
                         if expected <= {one.worker for one in workers if one.usable and one.models}:
                             return
                 await asyncio.sleep(_PROBE_S)
+
+    # ---- workers that the autoscaler starts and ends
+
+    async def _scale(self) -> None:
+        """Follow the gateway's autoscaler, if it starts and ends workers."""
+        if self.plan.is_scaled:
+            dry_run = self.up.scale == "dry_run"
+            await ScaleLink(self.plan.gateway.url, self.admin_token, self, self.terminal.say, dry_run).run()
+
+    def slots(self) -> list[WorkerSlot]:
+        """Return all workers that run or could run."""
+        workers = [part for part in self._placed_parts() if part.kind is PartKind.WORKER]
+        return [self._slot(part) for part in workers]
+
+    def _slot(self, part: FleetPart) -> WorkerSlot:
+        state = self.supervisor.parts[part.name]
+        worker = urlsplit(part.address).netloc
+        return WorkerSlot(part.name, part.role, state.phase, worker, state.start_failures, state.start_failure)
+
+    def bring(self, name: str) -> None:
+        self.supervisor.bring(name, time.monotonic())
+        self._changed.set()
+
+    def release(self, name: str) -> None:
+        self.supervisor.release(name, time.monotonic())
+        self._changed.set()
 
     # ---- signals, messages and state.json
 
@@ -239,7 +273,7 @@ class SupervisedFleet:
 
     def _write_state(self) -> None:
         parts = []
-        for part in self._placed_parts():
+        for part in self._used_parts():
             name = part.name
             known, process = self.supervisor.parts[name], self._processes.get(name)
             parts.append(

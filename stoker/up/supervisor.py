@@ -4,6 +4,9 @@ It does no I/O and has no clock: its caller reports what happened and the time, 
 start rank by rank. A rank starts when all parts of the ranks before it have been ready once. A part that exits is restarted
 after a pause that doubles each time. A part that no longer answers health checks is killed and restarted. A part that exits
 before it was ever ready stops the whole fleet, because a restart would fail in the same way.
+
+A spare part does not run until it is brought in (`bring`), and a part can be let go while the fleet runs (`release`). Such a part
+is optional: if it cannot start, it is out of use again, and the fleet goes on without it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class Phase(StrEnum):
     PAUSED = "paused"  # it exited and will be restarted
     STOPPING = "stopping"
     STOPPED = "stopped"
+    UNUSED = "unused"  # it is not part of the fleet now
 
 
 class StopMode(IntEnum):
@@ -42,6 +46,7 @@ class PartRule:
     start_rank: int
     stop_rank: int
     stop_s: float  # it is killed if it still runs this long after its drain began
+    spare: bool = False  # it starts when it is brought in
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,10 @@ class PartState:
     hangs: int = 0  # how often it was killed because it did not answer
     last_code: int | None = None
     stop_mode: int = 0  # the strongest StopMode that was sent to its process; 0: none
+    optional: bool = False  # the fleet goes on if it cannot start
+    leaving: bool = False  # it is not restarted
+    start_failures: int = 0  # how often it was brought in and could not start
+    start_failure: str = ""  # why, the last time
 
     @property
     def runs(self) -> bool:
@@ -112,7 +121,10 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         limits = self.restart_policy.backoff
-        self.parts = {rule.name: PartState(rule, RestartBackoff(limits)) for rule in self.rules}
+        self.parts = {rule.name: PartState(rule, RestartBackoff(limits), optional=rule.spare) for rule in self.rules}
+        for part in self.parts.values():
+            if part.rule.spare:
+                part.phase = Phase.UNUSED
         self.probes = ProbeBook(self.restart_policy.probes)
 
     @property
@@ -121,7 +133,7 @@ class Supervisor:
 
     @property
     def all_ready(self) -> bool:
-        return all(part.phase is Phase.READY for part in self.parts.values())
+        return all(part.phase in (Phase.READY, Phase.UNUSED) for part in self.parts.values())
 
     @property
     def is_over(self) -> bool:
@@ -146,16 +158,41 @@ class Supervisor:
         part.last_code, part.stop_mode = code, 0
         if self.stopping:
             part.enter(Phase.STOPPED, now)
+        elif part.leaving:
+            part.enter(Phase.UNUSED, now)
         elif not part.was_ready:
-            part.enter(Phase.STOPPED, now)
-            self._give_up(part, f"it exited {describe_exit(code)} before it was ready")
+            self._cannot_start(part, f"it exited {describe_exit(code)} before it was ready", now)
         else:
             ready_s = now - part.since_s if part.phase is Phase.READY else None
             part.enter(Phase.PAUSED, now, part.backoff.pause_s(ready_s))
 
+    def bring(self, name: str, now: float) -> None:
+        """Start a part that is unused."""
+        part = self.parts[name]
+        if part.phase is Phase.UNUSED:
+            part.was_ready, part.leaving = False, False
+            part.backoff = RestartBackoff(self.restart_policy.backoff)
+            part.enter(Phase.WAITING, now)
+
+    def release(self, name: str, now: float) -> None:
+        """Let a part go: it is drained if it runs, and not started again until it is brought in."""
+        part = self.parts[name]
+        part.optional = part.leaving = True
+        if not part.runs:
+            part.enter(Phase.UNUSED, now)
+
     def stop(self) -> None:
         """Stop the fleet. The first call drains it in order, the second one stops it now, the third one kills all parts."""
         self._stop_mode = min(self._stop_mode + 1, StopMode.KILL)
+
+    def _cannot_start(self, part: PartState, reason: str, now: float) -> None:
+        if not part.optional:
+            part.enter(Phase.STOPPED, now)
+            self._give_up(part, reason)
+            return
+        part.start_failures += 1
+        part.start_failure = reason
+        part.enter(Phase.UNUSED, now)
 
     def _give_up(self, part: PartState, reason: str) -> None:
         self.failure = self.failure or StartFailure(part.rule.name, reason)
@@ -180,16 +217,23 @@ class Supervisor:
     def _keep_up(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for part in self.parts.values():
+            if part.leaving and part.runs:
+                actions += self._let_go(part, now)
+                continue
             if part.phase is Phase.STARTING and now >= part.timeout_at_s:
                 part.timeout_at_s = math.inf
-                if not part.was_ready:
+                if not part.was_ready and not part.optional:
                     self._give_up(part, f"it was not ready after {self.restart_policy.start_s:g} s")
                     return actions
                 actions += self._stop_part(part, StopMode.KILL)
             if part.phase is Phase.READY and not part.stop_mode and self.probes.take_kill(part.rule.name, now):
                 part.hangs += 1
                 actions += self._stop_part(part, StopMode.KILL)
-        late = [part.rule.start_rank for part in self.parts.values() if not part.was_ready]
+        late = [
+            part.rule.start_rank
+            for part in self.parts.values()
+            if not part.was_ready and part.phase is not Phase.UNUSED
+        ]
         for part in self.parts.values():
             again = part.phase is Phase.PAUSED and now >= part.timeout_at_s
             if again or (part.phase is Phase.WAITING and part.rule.start_rank <= min(late)):
@@ -197,6 +241,17 @@ class Supervisor:
                 part.enter(Phase.STARTING, now, self.restart_policy.start_s)
                 actions.append(StartPart(part.rule.name))
         return actions
+
+    def _let_go(self, part: PartState, now: float) -> list[Action]:
+        """Drain a part that leaves the fleet, and kill it if that takes too long."""
+        if part.phase is not Phase.STOPPING:
+            stops = self._stop_part(part, StopMode.DRAIN)
+            part.enter(Phase.STOPPING, now, part.rule.stop_s)
+            return stops
+        if now < part.timeout_at_s:
+            return []
+        part.timeout_at_s = math.inf
+        return self._stop_part(part, StopMode.KILL)
 
     def _bring_down(self, now: float) -> list[Action]:
         actions: list[Action] = []

@@ -38,8 +38,9 @@ def children(running: Running) -> list[int]:
 
 def until_answering(running: Running, number: int) -> None:
     deadline_s = time.monotonic() + 30
+    patient = ("--retry", "30", "--retry-delay", "1", "--retry-connrefused")  # both may be down at the same moment
     while True:
-        status = json.loads(curl(f"{running.url}/admin/status?process={number}", *ADMIN))
+        status = json.loads(curl(f"{running.url}/admin/status?process={number}", *patient, *ADMIN))
         if status.get("process") == number:
             return
         assert time.monotonic() < deadline_s, status

@@ -124,9 +124,8 @@ def answers(
     settings = EngineSettings(
         device="cpu", num_threads=1, steps_ahead=steps_ahead, drafter=drafter, numerics="fast", kv=kv, sched=sched
     )
-    llm = LLM(folder, settings)
-    if known is not None:
-        llm.built.scheduler._drafting = KnownAnswers(known, 199, random.Random(4))
+    drafts = None if known is None else KnownAnswers(known, 199, random.Random(4))
+    llm = LLM(folder, settings, wrap_drafting=lambda built: drafts or built)
     done = llm.run(requests(random.Random(3), samplings))
     llm.close()
     assert known is None or llm.built.scheduler.counters.accepted_draft_tokens

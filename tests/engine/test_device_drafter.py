@@ -140,7 +140,7 @@ def test_answers_are_the_same_and_drafts_are_accepted(target: tuple[Path, Any], 
     folder, _ = target
     with closing(LLM(folder, settings("off"))) as llm:
         expected = tokens(llm.generate(PROMPTS, GREEDY, 40))
-    with closing(LLM(folder, settings(f"eagle3:{trained}"))) as llm:
+    with closing(LLM(folder, settings(f"eagle3:{trained}"), wrap_drafting=EveryDraft)) as llm:
         steps = llm.built.engine.num_steps
         assert tokens(llm.generate(PROMPTS, GREEDY, 40)) == expected
         counters, pool = llm.built.scheduler.counters, llm.built.pool
@@ -163,7 +163,8 @@ def test_any_schedule_gives_the_same_answers(seed: int, target: tuple[Path, Any]
     kv = KvSettings(4, rng.choice([20, 60]))
     sched = SchedSettings(step_tokens=rng.choice([5, 24]), max_rows=rng.choice([2, 5]))
     drafter = rng.choice(["eagle3", "ngram,eagle3"])
-    with closing(LLM(folder, settings(f"{drafter}:{trained}", kv=kv, sched=sched, steps_ahead=seed % 2))) as llm:
+    drafting = settings(f"{drafter}:{trained}", kv=kv, sched=sched, steps_ahead=seed % 2)
+    with closing(LLM(folder, drafting, wrap_drafting=EveryDraft)) as llm:
         found = [(output.token_ids, output.finish) for output in llm.run(requests)]
         assert found == expected
         assert llm.built.scheduler.counters.draft_tokens
@@ -195,7 +196,7 @@ def test_a_sequence_that_is_handed_over_has_the_same_answer(target: tuple[Path, 
     drafter = f"eagle3:{trained}"
     with (
         closing(LLM(folder, settings(drafter, handoff=handoff))) as prefill,
-        closing(LLM(folder, settings(drafter))) as decode,
+        closing(LLM(folder, settings(drafter), wrap_drafting=EveryDraft)) as decode,
     ):
         assert tokens(hand_over(prefill, decode, prompts)) == expected
         assert decode.built.scheduler.counters.pulled_tokens

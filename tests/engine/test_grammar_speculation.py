@@ -82,8 +82,9 @@ def test_a_grammar_ends_the_answer_at_the_same_token(folder: Path, text: str, se
     for steps_ahead in (0, 1, 2):
         limits = (rng.choice([20, 400]), rng.choice([3, 64]), rng.choice([1, 5, 16]), steps_ahead)
         print(limits)
-        with closing(LLM(folder, settings(*limits), grammars=ModuloGrammars())) as llm:
-            llm.built.scheduler._drafting = KnownAnswers(known, VOCAB, rng)
+        drafts = KnownAnswers(known, VOCAB, rng)
+        made = LLM(folder, settings(*limits), grammars=ModuloGrammars(), wrap_drafting=lambda _, drafts=drafts: drafts)
+        with closing(made) as llm:
             found = run(llm, [(rng.randint(0, 20), one) for one in requests], {})
             for one in requests:
                 assert_same(one, found[one.request_id], lone[one.request_id], cancelled=False)

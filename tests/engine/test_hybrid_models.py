@@ -19,6 +19,7 @@ from tiny import make_tiny
 
 from stoker.engine.llm import LLM, LLMOutput
 from stoker.sched.request import GenerateRequest
+from stoker.train.evaluate import EveryDraft
 
 MODELS = ("gpt-oss", "llama4-scout", "minimax-m2")
 
@@ -42,7 +43,7 @@ def test_any_schedule_gives_the_same_tokens(folder: Path, drafter: str, num_bloc
     rng = random.Random(f"{drafter} {folder.name}")
     wanted = requests(rng, 9)
     expected = alone(folder, wanted)
-    with closing(LLM(folder, drafting(drafter, num_blocks, 16, steps_ahead))) as llm:
+    with closing(LLM(folder, drafting(drafter, num_blocks, 16, steps_ahead), wrap_drafting=EveryDraft)) as llm:
         for _ in range(2):  # the second time, prompts are in the prefix cache
             arrivals = [(rng.randint(0, 10), one) for one in with_predictions(wanted, expected)]
             found = run(llm, arrivals, {})

@@ -26,6 +26,7 @@ from stoker.kv.store.tiers.tier import HostBytes
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.step_rates import StepRates
+from stoker.train.evaluate import EveryDraft
 
 BLOCK = 4
 NEW_TOKENS = 10
@@ -88,7 +89,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def engine(folder: Path, chosen: EngineSettings) -> Iterator[LLM]:
-    llm = LLM(folder, chosen)
+    llm = LLM(folder, chosen, wrap_drafting=EveryDraft)
     try:
         yield llm
         for pool in (llm.built.pool, *llm.built.local_pools):

@@ -145,9 +145,9 @@ def test_any_schedule_gives_the_tokens_of_running_alone(folder: Path, seed: int)
             arrivals = [(rng.choice([0, rng.randint(0, 20)]), request) for request in requests]
             cancels = {request.request_id: rng.randint(0, 80) for request in requests if rng.random() < 0.15}
             print(f"{num_blocks=} {step_tokens=} {max_rows=} {steps_ahead=}")
-            with closing(LLM(folder, settings(num_blocks, step_tokens, max_rows, steps_ahead))) as llm:
-                if rng.random() < 0.67:
-                    llm.built.scheduler._drafting = KnownAnswers(known, VOCAB, rng)
+            limits = settings(num_blocks, step_tokens, max_rows, steps_ahead)
+            drafts = KnownAnswers(known, VOCAB, rng) if rng.random() < 0.67 else None
+            with closing(LLM(folder, limits, wrap_drafting=lambda built, drafts=drafts: drafts or built)) as llm:
                 answers = run(llm, arrivals, cancels)
             for request in requests:
                 is_cancelled = request.request_id in cancels

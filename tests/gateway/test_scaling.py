@@ -20,7 +20,7 @@ SETTINGS = AutoscaleSettings(mode="on", confirm=1, hold_s=10.0, reverse_s=60.0, 
 
 
 def scaling_of(world: World, settings: AutoscaleSettings = SETTINGS) -> Scaling:
-    board = ScaleBoard(world.clock.now)
+    board = ScaleBoard(world.clock.now, "board")
     sampler = FleetSampler(world.fleet, world.ledger, world.admission, world.metrics.ttft_s)
     duties = Duties(world.fleet, world.moves, world.clock.now)
     return Scaling(settings, sampler, duties, board, board, world.clock.now)

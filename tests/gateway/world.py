@@ -31,6 +31,7 @@ from stoker.gateway.api.reply import Reply, json_reply
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
 from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
+from stoker.gateway.insight.canary_watch import no_canaries
 from stoker.gateway.insight.fleet_gauges import read_fleet_gauges
 from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.latency_goals import LatencyGoals
@@ -149,7 +150,7 @@ class World:
             hints or HandoffHints(),
         )
         gauges = partial(read_fleet_gauges, self.fleet, self.ledger, clock, lambda: 0, lambda: 0)
-        self.insight = InsightBook(self.metrics, PriceList(), LatencyGoals(), gauges)
+        self.insight = InsightBook(self.metrics, PriceList(), LatencyGoals(), gauges, no_canaries())
         self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal

@@ -7,6 +7,9 @@ import random
 import socket
 import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -244,3 +247,31 @@ def test_a_rank_waits_for_a_slow_one() -> None:
     slow.join(60)
     for group in groups.values():
         group.close()
+
+
+class EndsAtTimeout:
+    """A collective that ends between the timeout of a wait for it and the check whether it has ended."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._work.wait()
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def test_a_collective_that_ends_just_after_a_timeout_is_no_error() -> None:
+    groups = gloo_pair()
+    group = groups[0]._group
+    groups[0]._group = SimpleNamespace(allgather=lambda *tensors: EndsAtTimeout(group.allgather(*tensors)))
+    other = threading.Thread(target=groups[1].gather, args=(torch.ones(2),))
+    other.start()
+    assert [one.tolist() for one in groups[0].gather(torch.zeros(2))] == [[0.0, 0.0], [1.0, 1.0]]
+    other.join(60)
+    groups[0]._group = group
+    for each in groups.values():
+        each.close()

@@ -13,7 +13,8 @@ from fake_device import VOCAB, FakeDevice, RandomDrafting, lone_run, random_pool
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import StepResult
 from stoker.sched.request import TokenChunk
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 
 
 @pytest.mark.parametrize("local", [False, True])

@@ -9,7 +9,8 @@ from stoker.base.ids import RequestId
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.reach import KvReach, visible_prefix
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 
 BLOCK = 16
 STEP = 256

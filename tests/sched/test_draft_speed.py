@@ -12,7 +12,8 @@ from stoker.sched.draft_tape import DraftTape
 from stoker.sched.drafting import NoDrafting
 from stoker.sched.plan import StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.sched.sequence import Sequence
 from stoker.sched.step_costs import StepCosts
 

@@ -10,7 +10,8 @@ from stoker.base.ids import RequestId
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunks
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 
 TOKEN_S = 1e-3
 

@@ -22,7 +22,8 @@ from stoker.kv.blocks.transfer import KvLoad, KvTicket, LoadResult, LocalLoad
 from stoker.sched.leases import LeasedKv, LeaseTerms
 from stoker.sched.plan import StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 
 LEASE_S = 40.0
 

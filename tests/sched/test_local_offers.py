@@ -7,7 +7,8 @@ from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.reach import KvReach
 from stoker.sched.plan import StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 
 BLOCK = 4
 WINDOW = 8  # the token at position 4 * n sees a part of block n - 2, and block n - 1

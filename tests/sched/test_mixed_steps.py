@@ -14,7 +14,8 @@ from bench.support.simulated_device import DEVICES, Simulation
 from stoker.base.ids import RequestId
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 from stoker.sched.step_costs import StepCosts, StepTimes
 from stoker.sched.step_size import StepSize
 

@@ -12,7 +12,8 @@ from stoker.base.ids import RequestId
 from stoker.base.shortest_first import OVERTAKING_RATIO
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 
 BLOCK = 4
 

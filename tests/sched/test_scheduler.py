@@ -17,7 +17,8 @@ from stoker.sched.request import (
     TokenLogprobs,
     TokenUsage,
 )
-from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
 
 BLOCK = 4
 

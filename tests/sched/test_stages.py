@@ -11,7 +11,9 @@ from stoker.base.ids import RequestId
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import ON_DEVICE, StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
-from stoker.sched.scheduler import Scheduler, SchedulerConfig, plans_in_flight
+from stoker.sched.scheduler import Scheduler
+from stoker.sched.scheduler_config import SchedulerConfig
+from stoker.sched.step_budget import plans_in_flight
 
 
 def request(number: int, num_prompt: int = 3, max_new: int = 50) -> GenerateRequest:

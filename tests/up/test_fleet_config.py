@@ -19,7 +19,7 @@ from stoker.up.config import FleetConfig, fleet_config
 from stoker.up.default import PAIR, SINGLE, default_counts, default_table
 from stoker.up.footprint import footprint, footprint_words
 from stoker.up.machine import GIB, Machine, visible_gpus
-from stoker.up.plan import FleetModel, FleetPaths, FleetPlan, Listening, Planner
+from stoker.up.plan import FleetModel, FleetPaths, FleetPlan, Listening, PartKind, Planner
 from stoker.up.ports import PlannedPorts
 
 OPTIONS = serve_keys()
@@ -61,8 +61,19 @@ def flags(plan: FleetPlan, name: str) -> dict[str, Any]:
         ("", "there is no worker: at least one [[workers]] is needed"),
         ("[[workers]]\ncuont = 2", "workers.cuont: no such setting; did you mean workers.count?"),
         ("[[workers]]\nthread = 2", "workers.thread: no such setting; did you mean workers.threads?"),
-        ("[[workers]]\n[[workers]]\ncount = 0", "workers[1].count=0: give a whole number, at least 1"),
-        ("[[workers]]\ncount = 'two'", "workers.count='two': give a whole number, at least 1"),
+        (
+            "[[workers]]\n[[workers]]\ncount = 0",
+            "workers[1].count=0: give a count of at least 1, or max_count for workers that the autoscaler starts",
+        ),
+        ("[[workers]]\ncount = -1", "workers.count=-1: give a whole number, at least 0"),
+        ("[[workers]]\ncount = 3\nmax_count = 2", "workers: max_count=2 is below count=3; raise it or remove it"),
+        (
+            "[[workers]]\nmax_count = 2",
+            'workers.max_count=2 has no effect without the autoscaler: write mode = "on" and max_workers under '
+            "[gateway.autoscale], or remove max_count",
+        ),
+        ("[[workers]]\ncount = 0\nmax_count = 2", "there is no worker: at least one [[workers]] is needed"),
+        ("[[workers]]\ncount = 'two'", "workers.count='two': give a whole number, at least 0"),
         ("[[workers]]\nthreads = 'two'", "workers.threads='two': give a whole number, at least 1"),
         ("[[workers]]\nthreads = true", "workers.threads=True: give a whole number, at least 1"),
         ("[[workers]]\nno_events = 1", "workers.no_events=1: give true or false"),
@@ -402,3 +413,58 @@ def test_the_example_file_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     everything = fleet_config(tomllib.loads("\n".join(lines)), options)
     assert everything.store.mooncake == "start"
     load(None, everything.gateway)
+
+
+SCALED = "[gateway.autoscale]\nmode = 'on'\nmax_workers = 6\n"
+
+
+def test_workers_of_the_autoscaler_are_planned_with_ports_names_and_memory() -> None:
+    text = f"{SCALED}[[workers]]\nrole = 'prefill'\n[[workers]]\nrole = 'decode'\ncount = 2\nmax_count = 4\ndevices = [0, 1]"
+    plan = plan_of(config_of(text))
+    workers = [part for part in plan.parts if part.kind is PartKind.WORKER]
+    assert [(part.name, part.spare) for part in workers] == [
+        ("prefill-0", False),
+        ("decode-0", False),
+        ("decode-1", False),
+        ("decode-2", True),
+        ("decode-3", True),
+    ]
+    assert len({part.address for part in workers}) == 5
+    assert [flags(plan, part.name)["--gpu-memory-gib"] for part in workers[1:]] == ["40.0"] * 4  # two on each GPU
+    assert plan.is_scaled
+    assert "worker" not in plan.gateway_table, "a worker that has ended must not come back with a restarted gateway"
+
+
+def test_without_its_budget_the_autoscaler_starts_no_workers() -> None:
+    plan = plan_of(config_of("[gateway.autoscale]\nmode = 'on'\n[[workers]]\n"))
+    assert not plan.is_scaled
+    assert len(plan.gateway_table["worker"]) == 1
+
+
+def test_a_dry_run_of_the_autoscaler_plans_the_same_workers() -> None:
+    plan = plan_of(config_of(f"{SCALED.replace('on', 'dry_run')}[[workers]]\nmax_count = 2"))
+    assert [part.spare for part in plan.parts] == [False, False, True]
+    assert not plan.is_scaled, "nothing is asked of the gateway"
+
+
+def test_scaled_workers_need_a_plain_gateway() -> None:
+    config = config_of(f"{SCALED}[[workers]]\nmax_count = 2")
+    planner = Planner(
+        config,
+        OPTIONS,
+        MACHINE,
+        {None: FleetModel("/models/m", "small", 2 * GIB)},
+        FleetPaths(Path("/run"), Path("/run/secret"), Path("/run/token")),
+        PlannedPorts(),
+    )
+    with pytest.raises(ConfigError, match="terminate TLS in front of it"):
+        planner.plan(Listening("127.0.0.1", 8000, tls=True))
+
+
+def test_the_footprint_counts_workers_that_may_be_started() -> None:
+    models = {None: FleetModel("/models/m", "small", cpu_bytes=GIB)}
+    few, many = (
+        footprint(config_of(f"{SCALED}[[workers]]\n{most}kv_memory_gib = 1"), models, replace(MACHINE, gpu_bytes=()))
+        for most in ("", "max_count = 3\n")
+    )
+    assert many.workers == 3 * few.workers

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from gateway.real_fleet import Exchange
 from worker.real import is_alive, wait_for
 
 pytest.importorskip("ray")
@@ -104,10 +105,10 @@ class RayFleet:
 
 
 @contextmanager
-def fleet(tmp_path: Path, nodes: RayNodes, workers: str) -> Iterator[RayFleet]:
+def fleet(tmp_path: Path, nodes: RayNodes, workers: str, gateway: str = "") -> Iterator[RayFleet]:
     file, words = tmp_path / "fleet.toml", tmp_path / "words"
     up = f'[up]\nplacement = "ray"\nray_address = "{nodes.address}"\n'
-    file.write_text(f"[gateway]\nlisten = {{ port = 0 }}\n{up}[[workers]]\n{workers}\n")
+    file.write_text(f"[gateway]\nlisten = {{ port = 0 }}\n{gateway}\n{up}[[workers]]\n{workers}\n")
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     with words.open("wb") as out:
         command = [sys.executable, "-m", "stoker.cli.main", "up", str(file)]
@@ -162,4 +163,23 @@ def test_a_fleet_survives_the_loss_of_a_node(nodes: RayNodes, tiny_folder: Path,
         wait_for(split.answers, LONG_S)
         assert split.ask() == wanted
         assert not is_alive(pid)
+    assert not serving(tiny_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ray_places_the_workers_that_the_autoscaler_wants(nodes: RayNodes, tiny_folder: Path, tmp_path: Path) -> None:
+    options = f'model = "{tiny_folder}"\ndevice = "cpu"\nthreads = 1\nkv_blocks = 400'
+    # Any running request is too much, so that a worker is wanted under load, and none without.
+    scale = 'mode = "on", max_workers = 2, itl_s = 1e-6, ttft_s = 1000, interval_s = 0.2, hold_s = 1, reverse_s = 2, warm_s = 0'
+    with fleet(tmp_path, nodes, f"max_count = 2\n{options}", f"autoscale = {{ {scale} }}") as scaled:
+        assert len(scaled.hosts) == 1
+        body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        running = Exchange(int(scaled.url.rpartition(":")[2]), body, path="/v1/completions")
+        wait_for(lambda: len(scaled.hosts) == 2, LONG_S)
+        assert len(serving(tiny_folder)) == 2
+        running.leave()
+        wait_for(lambda: len(serving(tiny_folder)) == 1, LONG_S)
+        assert scaled.ask()
+        assert scaled.num_restarts == 0
     assert not serving(tiny_folder)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from stoker.base.canary import CanaryLimits, RequestGroup
 from stoker.base.errors import ConfigError, StokerError
-from stoker.proto.admin_api import ReservedLoad, WorkerStatus
+from stoker.proto.admin_api import CanaryStatus, ReservedLoad, WorkerStatus
 from stoker.up.rolling import RollingUpgrade, UpgradeLimits, UpgradeStopped
 
 
@@ -28,6 +29,9 @@ class Fleet:
     broken: str = ""  # this worker does not get ready
     bad: str = ""  # requests on this worker fail after its upgrade
     upgraded: set[str] = field(default_factory=set)
+    slow: str = ""  # this worker is slow after its upgrade
+    stopped_canary: str = ""  # the gateway stops it when this worker was upgraded
+    requests: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # arrival and time to the first token
 
     def __post_init__(self) -> None:
         self.running = dict.fromkeys(self.names, 4)
@@ -62,6 +66,21 @@ class Fleet:
     def num_failures(self, name: str) -> int:
         return self.failures.get(name, 0)
 
+    def newest_s(self) -> float:
+        return self.now
+
+    def groups(self, name: str, after_s: float) -> tuple[RequestGroup, RequestGroup]:
+        times = [
+            [ms for worker in names for arrived_s, ms in self.requests.get(worker, []) if arrived_s > after_s]
+            for names in ([name], [other for other in self.names if other != name])
+        ]
+        canary, rest = (RequestGroup(len(one), 0, one, ()) for one in times)
+        return canary, rest
+
+    def canaries(self) -> list[CanaryStatus]:
+        stopped = self.stopped_canary in self.upgraded
+        return [CanaryStatus(name="m", model="m-next", stopped=stopped, reason="9 of 50 requests failed")]
+
     def restart(self, status: WorkerStatus) -> None:
         name = status.worker
         assert not self.running[name], "it was not empty"
@@ -75,13 +94,17 @@ class Fleet:
     def sleep(self, seconds: float) -> None:
         assert seconds >= 0
         self.now += max(seconds, 0.01)
+        for name in self.names:
+            if name not in self.draining and self.worker(name) is not None:
+                ms = 900.0 if name == self.slow and name in self.upgraded else 100.0
+                self.requests.setdefault(name, []).extend((self.now + i * 1e-6, ms + i) for i in range(10))
         for name in self.draining:
             if self.running[name]:
                 self.running[name] = 0
         if self.bad in self.upgraded and self.worker(self.bad):
             self.failures[self.bad] = self.failures.get(self.bad, 0) + 1
 
-    def upgrade(self, **limits: float) -> RollingUpgrade:
+    def upgrade(self, **limits: object) -> RollingUpgrade:
         chosen = UpgradeLimits(**({"drain_s": 60.0, "ready_s": 60.0, "watch_s": 10.0} | limits))  # type: ignore[arg-type]
         return RollingUpgrade(self, self.restart, chosen, lambda: self.now, self.sleep, self.events.append)
 
@@ -110,6 +133,32 @@ def test_failing_requests_stop_the_upgrade_and_drain_the_worker() -> None:
         fleet.upgrade().run(fleet.names)
     assert fleet.upgraded == {"a:1", "b:1"}
     assert fleet.draining == {"b:1"}
+
+
+def test_a_slow_worker_stops_the_upgrade_and_is_drained() -> None:
+    fleet = Fleet(slow="b:1")
+    with pytest.raises(
+        UpgradeStopped, match=r"b:1 is worse than the other workers after its upgrade.* 909\.0 ms, and 109"
+    ):
+        fleet.upgrade().run(fleet.names)
+    assert fleet.upgraded == {"a:1", "b:1"}
+    assert fleet.draining == {"b:1"}
+
+
+def test_a_canary_that_the_gateway_has_stopped_stops_the_upgrade() -> None:
+    fleet = Fleet(stopped_canary="a:1")
+    with pytest.raises(UpgradeStopped, match="has stopped the canary m-next of m: 9 of 50 requests failed"):
+        fleet.upgrade().run(fleet.names)
+    assert fleet.upgraded == {"a:1"}
+    with pytest.raises(UpgradeStopped, match="Repair it"):
+        fleet.upgrade().run(["c:1"])
+    assert fleet.upgraded == {"a:1"}, "it does not begin again"
+
+
+def test_a_worker_with_few_requests_is_not_compared() -> None:
+    fleet = Fleet(slow="b:1")
+    fleet.upgrade(canary=CanaryLimits(min_requests=10_000)).run(fleet.names)
+    assert "b:1: not compared with the other workers: fewer than 10000 requests" in fleet.events
 
 
 def test_some_errors_may_be_allowed() -> None:

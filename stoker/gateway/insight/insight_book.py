@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.insight.bottleneck import bottleneck
+from stoker.gateway.insight.canary_watch import CanaryWatch
 from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.request_digest import RequestDigest, RequestTimes, digest_of
 from stoker.gateway.insight.reuse_curve import ReuseCurve
@@ -42,6 +43,7 @@ class InsightBook:
         prices: PriceList,
         goals: LatencyGoals,
         read_gauges: Callable[[], Sequence[float]],
+        canaries: CanaryWatch,
         *,
         currency: str = "USD",
         has_prices: bool = False,
@@ -51,6 +53,7 @@ class InsightBook:
         self._prices = prices
         self._goals = goals
         self._read_gauges = read_gauges
+        self.canaries = canaries
         self._currency = currency
         self._has_prices = has_prices
         self._process = process
@@ -77,6 +80,7 @@ class InsightBook:
     def tick(self, time_s: float) -> None:
         """Store one row of the series. Call it once per second, with the Unix time."""
         self._count()
+        self.canaries.judge()
         self._time_s = time_s
         metrics, sums = self._metrics, self._sums
         metrics.count()
@@ -103,6 +107,7 @@ class InsightBook:
             )
             self._requests.append(ended)
             self.sessions.add(ended)
+            self.canaries.ended(row)
             if sampled and query is not None:
                 self.reuse.use(sampled, query.block_tokens, times.arrived_s)
             sums["requests"] += 1

@@ -1,4 +1,7 @@
-"""`GET /admin/now`, `/admin/series`, `/admin/requests`, `/admin/sessions` and `/admin/kv`: the dashboard's data, as JSON."""
+"""The data of the dashboard and of `stoker upgrade`, as JSON.
+
+These are `GET /admin/now`, `/admin/series`, `/admin/requests`, `/admin/sessions`, `/admin/canaries` and `/admin/kv`.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, json_reply, method_not_allowed
 from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.kv_pages import KvPages
-from stoker.proto.admin_api import ADMIN_NOW_PATH, ADMIN_SERIES_PATH
+from stoker.proto.admin_api import ADMIN_CANARIES_PATH, ADMIN_NOW_PATH, ADMIN_REQUESTS_PATH, ADMIN_SERIES_PATH
 
 _MAX_REQUESTS = 1000
 _MAX_SESSIONS = 512
 _NOW, _SERIES = ADMIN_NOW_PATH.encode(), ADMIN_SERIES_PATH.encode()
-_REQUESTS, _SESSIONS, _KV = b"/admin/requests", b"/admin/sessions", b"/admin/kv"
-INSIGHT_PATHS = frozenset({_NOW, _SERIES, _REQUESTS, _SESSIONS, _KV})
+_REQUESTS, _CANARIES = ADMIN_REQUESTS_PATH.encode(), ADMIN_CANARIES_PATH.encode()
+_SESSIONS, _KV = b"/admin/sessions", b"/admin/kv"
+INSIGHT_PATHS = frozenset({_NOW, _SERIES, _REQUESTS, _SESSIONS, _CANARIES, _KV})
 
 _Handler = Callable[[dict[str, str]], Awaitable[Any]]
 
@@ -36,6 +40,7 @@ class InsightEndpoint:
             _SERIES: self._series,
             _REQUESTS: self._requests,
             _SESSIONS: self._sessions,
+            _CANARIES: self._canaries,
             _KV: self._kv_page,
         }
 
@@ -75,6 +80,9 @@ class InsightEndpoint:
 
     async def _sessions(self, query: dict[str, str]) -> Any:
         return {"sessions": self._book.sessions.report(_number(query, "n", 100, 1, _MAX_SESSIONS))}
+
+    async def _canaries(self, query: dict[str, str]) -> Any:
+        return self._book.canaries.report()
 
     async def _kv_page(self, query: dict[str, str]) -> Any:
         return await self._kv.report()

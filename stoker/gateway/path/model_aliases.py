@@ -28,6 +28,14 @@ class ModelAliases:
         self._beginnings = sorted(patterns.items(), key=lambda pair: len(pair[0]), reverse=True)
         self.names = tuple(sorted(self._exact))  # without patterns
 
+    def stop_canary(self, name: str) -> None:
+        """Send all requests of a name to the model that has the rest."""
+        self._canaries.pop(name, None)
+
+    def without_canary(self, name: str) -> str:
+        """Return the model of the requests that do not go to the canary."""
+        return self.resolve(name, ())
+
     def __bool__(self) -> bool:
         return bool(self._exact or self._beginnings or self._canaries)
 

@@ -13,6 +13,7 @@ from stoker.fleet.prefix_index import Match
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.insight.bottleneck import bottleneck
+from stoker.gateway.insight.canary_watch import no_canaries
 from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.request_digest import RequestTimes, tier_tokens
@@ -48,7 +49,8 @@ class Book(InsightBook):
     def __init__(self, **gauges: float) -> None:
         self.metrics = GatewayMetrics()
         values = [gauges.get(name, 0.0) for name in GAUGES]
-        super().__init__(self.metrics, PRICES, LatencyGoals(ttft_ms=500, itl_ms=60), lambda: values, has_prices=True)
+        goals = LatencyGoals(ttft_ms=500, itl_ms=60)
+        super().__init__(self.metrics, PRICES, goals, lambda: values, no_canaries(), has_prices=True)
 
     def end(self, row: UsageRow, times: RequestTimes | None = None) -> None:
         chosen, query = route()
