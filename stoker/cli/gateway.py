@@ -25,8 +25,8 @@ from stoker.base.settings import declared
 from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
-    from stoker.gateway.build import GatewayServer
     from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.gateway_server import GatewayServer
     from stoker.gateway.listen_settings import ListenSettings
 
 NAME = "gateway"

@@ -62,12 +62,22 @@ class LostBlocks:
             for key in list(islice(losses, excess + min(_BATCH, self._max_blocks // 2))):
                 del losses[key]
 
-    def run_of(self, keys: Sequence[_Key], start: int, before_s: float) -> list[BlockLoss]:
-        """Return the losses of the blocks from `start` on that were lost before `before_s`, up to the first other block."""
-        found = []
-        for key in islice(keys, start, None):
+    def run_of(self, keys: Sequence[_Key], start: int, before_s: float) -> list[tuple[int, BlockLoss]]:
+        """Return the losses of the blocks from `start` on that were lost before `before_s`, up to the first other block.
+
+        Blocks that were lost together are one entry, with the place behind the last of them.
+        """
+        found: list[tuple[int, BlockLoss]] = []
+        last, end = None, start
+        for end, key in enumerate(islice(keys, start, None), start):
             loss = self._losses.get(key)
+            if loss is last and loss is not None:
+                continue
+            if last is not None:
+                found.append((end, last))
+            last = loss
             if loss is None or loss.at_s > before_s:
-                break
-            found.append(loss)
+                return found
+        if last is not None:
+            found.append((end + 1, last))
         return found

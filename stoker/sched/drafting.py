@@ -44,6 +44,9 @@ class Drafting(Protocol):
         The tokens are not yet among the sequence's.
         """
 
+    def dropped(self, seq: Sequence) -> None:
+        """Take in that the sequence's drafts in the oldest step were not verified, because the step was interrupted."""
+
     def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
         """Take in what the runner expects to follow the sequence's tokens, such as text that its grammar forces."""
 
@@ -63,6 +66,9 @@ class NoDrafting:
         pass
 
     def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
+        pass
+
+    def dropped(self, seq: Sequence) -> None:
         pass
 
     def suggested(self, seq: Sequence, token_ids: list[int]) -> None:

@@ -131,8 +131,7 @@ class PlanBuilder:
             tapes,
             sum(drafts.values()),
             num_guesses if any_samples else 0,
-            # The state of drafts in flight is not restored after an interruption.
-            is_interruptible=is_flex and not drafts,
+            is_interruptible=is_flex,
             runs_alone=is_flex and flex_runs_alone,
         )
 

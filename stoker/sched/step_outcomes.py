@@ -86,6 +86,10 @@ class StepOutcomes:
         for span, seq, row_epoch in zip(launched.spans, launched.seqs, launched.row_epochs, strict=True):
             if seq.state is not SequenceState.DONE:
                 seq.num_pending -= span.samples
+                if span.num_drafts:
+                    self._drafting.dropped(seq)
+                    seq.num_drafting -= span.num_drafts
+                    self._counters.draft_tokens -= span.num_drafts
                 if seq.row_epoch == row_epoch:
                     self._residency.requeue(seq)
 

@@ -151,6 +151,11 @@ class TapeDrafting:
                 for number in range(min(num_right + 1, num_drafts)):
                     follower.rates.record(source, number < num_right)
 
+    def dropped(self, seq: Sequence) -> None:
+        follower = self._followers.get(seq)
+        if follower is not None and follower.launched:
+            follower.launched.popleft()
+
     def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
         follower = self._followers.get(seq)
         if follower is not None and token_ids:

@@ -53,6 +53,9 @@ class EveryDraft:
     def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
         self._drafting.committed(seq, num_drafts, token_ids)
 
+    def dropped(self, seq: Sequence) -> None:
+        self._drafting.dropped(seq)
+
     def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
         self._drafting.suggested(seq, token_ids)
 

@@ -33,15 +33,18 @@ class Urgent:
         return self.after is not None and self.num_checks > self.after
 
 
-def built(folder: Path, urgent: Urgent, steps_ahead: int = 0) -> BuiltEngine:
-    settings = EngineSettings(device="cpu", dtype="float64", steps_ahead=steps_ahead, kv=KvSettings(4, 64))
+def built(folder: Path, urgent: Urgent, steps_ahead: int = 0, drafter: str = "off") -> BuiltEngine:
+    kv = KvSettings(4, 64)
+    settings = EngineSettings(device="cpu", dtype="float64", steps_ahead=steps_ahead, kv=kv, drafter=drafter)
     return build_engine(folder, settings, has_urgent=urgent)
 
 
 def request(name: str, *, is_flex: bool) -> GenerateRequest:
     rng = random.Random(name)
     token_ids = [rng.randrange(SHAPE["vocab_size"]) for _ in range(20)]
-    return GenerateRequest(RequestId(name), token_ids, 20, SamplingParams(seed=3), 10, is_flex=is_flex)
+    # Greedy answers of a random model repeat themselves, so that there are drafts.
+    sampling = SamplingParams(seed=3) if name == "a" else SamplingParams(temperature=0.0)
+    return GenerateRequest(RequestId(name), token_ids, 20, sampling, 30, is_flex=is_flex)
 
 
 def answers(engine: BuiltEngine, urgent: Urgent, rng: random.Random | None, *, is_flex: bool) -> dict[str, list[int]]:
@@ -56,14 +59,16 @@ def answers(engine: BuiltEngine, urgent: Urgent, rng: random.Random | None, *, i
     return found
 
 
-def test_interrupted_steps_do_not_change_an_answer(folder: Path) -> None:
+@pytest.mark.parametrize("drafter", ["off", "auto"])
+def test_interrupted_steps_do_not_change_an_answer(folder: Path, drafter: str) -> None:
     urgent = Urgent()
     expected = answers(engine := built(folder, urgent), urgent, None, is_flex=False)
     engine.close()
-    engine = built(folder, urgent)
+    engine = built(folder, urgent, drafter=drafter)
     assert answers(engine, urgent, random.Random(1), is_flex=True) == expected
     assert engine.scheduler.counters.interrupted_steps > 3
     assert engine.scheduler.counters.preemptions == 0
+    assert bool(engine.scheduler.counters.draft_tokens) == (drafter == "auto")
     engine.close()
 
 
@@ -74,6 +79,6 @@ def test_other_steps_are_not_interrupted(folder: Path, is_flex: bool, steps_ahea
     urgent.after = 0
     engine = built(folder, urgent, steps_ahead)
     found = answers(engine, urgent, None, is_flex=is_flex)
-    assert all(len(token_ids) == 10 for token_ids in found.values())
+    assert all(len(token_ids) == 30 for token_ids in found.values())
     assert engine.scheduler.counters.interrupted_steps == 0
     engine.close()

@@ -73,7 +73,7 @@ class Mailbox:
 
     def warm_up_grammars(self) -> None:
         """Import xgrammar and read the vocabulary, which takes seconds, before the first request needs them."""
-        self._cheap_compilers.submit("", CompileJob(self._grammars.warm_up))
+        self._cheap_compilers.submit("", CompileJob(lambda _: self._grammars.warm_up()))
 
     def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         """Return all queued messages. With `wait`, wait for the first one up to `timeout_s`."""
@@ -115,29 +115,33 @@ class Mailbox:
             log.error("kv_lookup_failed", exc_info=True)
         self._put_request(StoreLookedUp(request, num_blocks))
 
-    def compile(self, spec: GrammarSpec, tenant: str, job: CompileJob | None = None) -> CompileJob:
+    def compile(
+        self, spec: GrammarSpec, tenant: str, job: CompileJob | None = None, *, is_urgent: bool = False
+    ) -> CompileJob:
         """Compile a grammar on another thread. A GrammarCompiled follows, unless the job is cancelled before it starts.
 
-        `job` is the compilation of this grammar that other requests wait for already. It then also waits in the queue of this
-        tenant, and still runs only once.
+        `is_urgent`: an interactive request waits for it. `job` is the compilation of this grammar that other requests wait for
+        already. It then also waits in the queue of this tenant, and still runs only once.
         """
         compilers = self._cheap_compilers if is_cheap_to_compile(spec) else self._slow_compilers
         job = job or CompileJob(partial(self._compile, spec))
+        job.is_urgent |= is_urgent
         compilers.submit(tenant, job)
         return job
 
-    def _compile(self, spec: GrammarSpec) -> None:
+    def _compile(self, spec: GrammarSpec, job: CompileJob) -> None:
         try:
-            self._messages.put(GrammarCompiled(spec, None, self._grammars.prepare(spec)))
+            compiled = GrammarCompiled(spec, None, self._grammars.prepare(spec))
         except InvalidRequest as error:
-            self._messages.put(GrammarCompiled(spec, error))
+            compiled = GrammarCompiled(spec, error)
         except Exception as error:  # a compiler may raise anything; the waiting requests must get an answer
             log.error("grammar_failed", exc_info=True, kind=spec.kind)
-            self._messages.put(
-                GrammarCompiled(
-                    spec, InvalidRequest(f"the grammar cannot be compiled: {error}", code="invalid_grammar")
-                )
+            compiled = GrammarCompiled(
+                spec, InvalidRequest(f"the grammar cannot be compiled: {error}", code="invalid_grammar")
             )
+        self._messages.put(compiled)
+        if job.is_urgent:
+            self._has_urgent.set()
 
     def _read(self) -> None:
         try:

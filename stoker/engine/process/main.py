@@ -172,11 +172,13 @@ class EngineLoop:
             self._look_up(request)
             return
         self._preparing[request.request_id] = request
-        pending, tenant = self._pending_grammars.get(spec), request.tenant
+        pending, tenant, is_urgent = self._pending_grammars.get(spec), request.tenant, not request.is_flex
         if pending is None:
-            pending = self._pending_grammars[spec] = _PendingGrammar(self._mailbox.compile(spec, tenant))
+            job = self._mailbox.compile(spec, tenant, is_urgent=is_urgent)
+            pending = self._pending_grammars[spec] = _PendingGrammar(job)
         elif tenant not in pending.tenants:
-            self._mailbox.compile(spec, tenant, pending.compiling)
+            self._mailbox.compile(spec, tenant, pending.compiling, is_urgent=is_urgent)
+        pending.compiling.is_urgent |= is_urgent
         pending.tenants.add(tenant)
         pending.waiting.append(request.request_id)
 

@@ -7,7 +7,7 @@ conversation is recognised without a session key too, also when its system promp
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -124,12 +124,8 @@ class TurnMemory:
     def replace(self, tenant: str, model: str, turn: SentTurn, keys: Sequence[Key]) -> Comparison | None:
         """Store the turn in place of the one that it continues. Return how it relates to the most similar earlier turn."""
         anchors = _anchors(tenant, model, turn)
-        candidates = {id(one): one for anchor in anchors for one in self._anchored.get(anchor, ())}.values()
-        best: Comparison | None = None
-        for one in candidates:
-            found = compare(one, turn, keys)
-            if best is None or _closeness(found, turn) > _closeness(best, turn):
-                best = found
+        candidates = [one for anchor in anchors for one in self._anchored.get(anchor, ())]
+        best = _continued(candidates, turn) or _closest(dict.fromkeys(candidates), turn, keys)
         before = None if best is None or best.relation == "unrelated" else best.earlier
         for anchor in anchors:
             self._put(anchor, turn, before)
@@ -151,6 +147,37 @@ class TurnMemory:
                 self._num_hashes -= turns.pop(dropped).size
             turns.append(turn)
         self._num_hashes += turn.size
+
+
+def _continued(candidates: Iterable[SentTurn], turn: SentTurn) -> Comparison | None:
+    """Return the comparison with the longest earlier turn that continues as it was. Most requests have one."""
+    new, best, most = turn.parts, None, 0
+    if new is None:
+        return None
+    for one in candidates:
+        old = one.parts
+        if old is None or len(old.messages) <= most:
+            continue
+        count = min(len(old.messages), len(new.messages))
+        if (
+            count
+            and old.messages[count - 1] == new.messages[count - 1]  # decides at once for most other conversations
+            and old.messages[:count] == new.messages[:count]
+            and old.tools == new.tools
+            and old.has_system == new.has_system
+            and one.salt == turn.salt
+        ):
+            best, most = one, len(old.messages)
+    return None if best is None else Comparison(best, "continued")
+
+
+def _closest(candidates: Iterable[SentTurn], turn: SentTurn, keys: Sequence[Key]) -> Comparison | None:
+    best: Comparison | None = None
+    for one in candidates:
+        found = compare(one, turn, keys)
+        if best is None or _closeness(found, turn) > _closeness(best, turn):
+            best = found
+    return best
 
 
 def _closeness(found: Comparison, turn: SentTurn) -> tuple[int, int]:

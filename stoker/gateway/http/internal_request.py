@@ -49,14 +49,15 @@ _NO_CONNECTION = _NoConnection()
 class InternalRequest(HttpRequest):
     """A request of the gateway's own, in the current task. `lose()` cancels it, as if a client had disconnected."""
 
-    __slots__ = ("_sink",)
+    __slots__ = ("_sink", "answer_name")
 
-    def __init__(self, head: RequestHead, body: bytes, caller: Any, sink: AnswerSink) -> None:
+    def __init__(self, head: RequestHead, body: bytes, caller: Any, sink: AnswerSink, answer_name: str = "") -> None:
         super().__init__(head, body, _PEER, _NO_CONNECTION, caller)
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self._sink = sink
+        self.answer_name = answer_name
 
     @property
     def paused(self) -> bool:

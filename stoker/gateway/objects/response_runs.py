@@ -209,7 +209,7 @@ class ResponseRuns:
         deadline_s, cancelled = time.monotonic() + self._settings.background_s, self._cancelled[row.id]
         while True:
             sink = BackgroundSink(edits, int(self._settings.max_mib * (1 << 20)))
-            request = InternalRequest(head, row.request or b"", caller, sink)
+            request = InternalRequest(head, row.request or b"", caller, sink, row.id)
             sink.on_too_large = request.lose
             self._running[row.id] = request
             async with asyncio.TaskGroup() as group:

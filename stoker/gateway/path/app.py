@@ -60,6 +60,7 @@ from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.running_usage import UsageLedger
 from stoker.gateway.records.tracing import TraceSpan, Tracing
 from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.records.usage_tables import run_id
 from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.replay.recorder import NoRecorder, Recorder
@@ -218,6 +219,8 @@ class Gateway:
         parts, header = self._parts, request.head.by_name.get
         row_id = self._ids.new()
         request_id = given_request_id(header(b"x-request-id")) or row_id.encode()
+        if request.answer_name:
+            row_id = run_id(request.answer_name, row_id)
         trace = parts.tracing.request(
             header(b"traceparent"), header(b"tracestate"), request_id=request_id.decode(), endpoint=kind
         )

@@ -1,4 +1,7 @@
-"""Deletes old rows from the store: usage rows, audit entries, and what sessions have spent. Sums of hours and days stay."""
+"""Deletes old rows from the store: usage rows, sums of sessions, audit entries, and what sessions have spent.
+
+Sums of hours and days stay. Those of a session are deleted when all of their hour or day is too old.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable
 from stoker.base.errors import Overloaded
 from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors, repeat
+from stoker.gateway.records.usage_tables import DAY_S, HOUR_S
 from stoker.gateway.store.store import StoreRefused, Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 
@@ -16,11 +20,14 @@ _EVERY_S = 3600.0
 _FIRST_S = 60.0
 _ROWS = 500  # in a transaction, so that no other one waits long for it
 _PAUSE_S = 0.05
-_DAY_S = 86_400.0
+_SESSION_SUM = "span_s, start_s, tenant, session, key_id, model, endpoint, status, price_id"
 _DELETIONS = tuple(
-    f"DELETE FROM {table} WHERE {key} IN (SELECT {key} FROM {table} WHERE {time_s} < ? {more}LIMIT {_ROWS}) RETURNING 1"
+    f"DELETE FROM {table} WHERE ({key}) IN (SELECT {key} FROM {table} WHERE {time_s} < ? {more}LIMIT {_ROWS}) RETURNING 1"
     for table, key, time_s, more in (
         ("usage", "request_id", "time_s", "ORDER BY time_s "),
+        ("billed_prompts", "name", "time_s", "ORDER BY time_s "),
+        ("session_sums", _SESSION_SUM, "start_s", f"- {DAY_S} AND span_s = {DAY_S} "),
+        ("session_sums", _SESSION_SUM, "start_s", f"- {HOUR_S} AND span_s = {HOUR_S} "),
         ("audit", "id", "time_s", "ORDER BY time_s "),
         ("spent", "name", "at_s", "AND name >= 'session/' AND name < 'session0' "),
     )
@@ -57,7 +64,7 @@ class Retention:
     async def _run(self, threads: StoreThreads, keep_days: float) -> None:
         async def turn() -> None:
             try:
-                await delete_old(threads, self._unix_time() - keep_days * _DAY_S)
+                await delete_old(threads, self._unix_time() - keep_days * DAY_S)
             except (Overloaded, StoreRefused) as error:
                 log.warning("old_rows_not_deleted", reason=error.message)
             await asyncio.sleep(_EVERY_S)

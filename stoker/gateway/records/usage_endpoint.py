@@ -11,11 +11,9 @@ import asyncio
 import base64
 import csv
 import io
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl
@@ -24,83 +22,18 @@ import msgspec
 
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
-from stoker.gateway.admission.prices import Price, in_currency
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, json_reply, text_reply
-from stoker.gateway.records.usage_tables import DAY_S, HOUR_S
-from stoker.gateway.store.store import Store, StoreTimeout
+from stoker.gateway.records.usage_queries import DEFAULT_LIMIT, FILTERS, GROUPS, SUMS, UsagePage, UsageQuery, read_usage
+from stoker.gateway.records.usage_tables import DAY_S
+from stoker.gateway.store.store import Store
 
 _MAX_TIME_S = 2.5e11  # in the year 9892
 _DEFAULT_SPAN_S = 30 * DAY_S
-_QUERY_S = 10.0
 _MAX_PER_TENANT = 2  # queries at a time
-_DEFAULT_LIMIT = 100
 _MAX_LIMIT = 1000
 
-# group_by name -> SQL expression. Days and hours are in UTC, as Unix time of their start.
-_GROUPS = {
-    "key": "key_id",
-    "tenant": "tenant",
-    "model": "model",
-    "session": "COALESCE(session, '')",
-    "worker": "worker",
-    "endpoint": "endpoint",
-    "status": "status",
-    "hour": "hour_s",
-    "day": f"hour_s - hour_s % {DAY_S}",
-}
-_FILTERS = {"key": "key_id", "tenant": "tenant", "model": "model", "session": "session"}
-_SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-_ONLY_IN_ROWS = frozenset({"session", "worker"})  # the sums of hours and days do not tell them apart
-_NAMES = frozenset({"start", "end", "group_by", "format", "limit", "after", *_FILTERS})
-
-
-@dataclass(frozen=True, slots=True)
-class UsageQuery:
-    """A parsed query string."""
-
-    start_s: float
-    end_s: float
-    group_by: tuple[str, ...] = ()
-    filters: tuple[tuple[str, str], ...] = ()
-    as_csv: bool = False
-    limit: int = _DEFAULT_LIMIT
-    after: tuple[Any, ...] | None = None  # the group before the page's first one
-
-
-@dataclass(frozen=True, slots=True)
-class UsagePage:
-    """The lines of one page, and the total of all pages."""
-
-    lines: list[UsageLine]
-    total: UsageLine
-    next_after: str | None  # the cursor of the next page; None on the last one
-
-
-@dataclass(slots=True)
-class UsageLine:
-    """The sums of one group."""
-
-    group: tuple[Any, ...]
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    cost_units: int = 0
-
-    def add(self, sums: Sequence[int], price: Price) -> None:
-        requests, prompt, cached, completion = sums
-        self.requests += requests
-        self.prompt_tokens += prompt
-        self.cached_tokens += cached
-        self.completion_tokens += completion
-        self.cost_units += price.units(prompt, cached, completion)
-
-    def fields(self, names: tuple[str, ...]) -> dict[str, Any]:
-        named = {name: _shown(name, value) for name, value in zip(names, self.group, strict=True)}
-        sums = {name: getattr(self, name) for name in _SUMS}
-        uncached = self.prompt_tokens - self.cached_tokens
-        return {**named, **sums, "uncached_tokens": uncached, "cost": in_currency(self.cost_units)}
+_NAMES = frozenset({"start", "end", "group_by", "format", "limit", "after", *FILTERS})
 
 
 class UsageEndpoint:
@@ -181,14 +114,14 @@ def parse_query(raw: bytes, now_s: float, tenant: str | None) -> UsageQuery:
         raise InvalidRequest(f"start ({start_s:.0f}) is after end ({end_s:.0f}).", param="start")
     groups = tuple(name.strip() for name in params.get("group_by", "").split(",") if name.strip())
     for name in groups:
-        if name not in _GROUPS:
-            raise InvalidRequest(f"group_by={name!r}: it must be one of {', '.join(_GROUPS)}.", param="group_by")
+        if name not in GROUPS:
+            raise InvalidRequest(f"group_by={name!r}: it must be one of {', '.join(GROUPS)}.", param="group_by")
     if len(set(groups)) != len(groups):
         raise InvalidRequest(f"group_by={','.join(groups)!r}: a name occurs twice.", param="group_by")
     form = params.get("format", "json")
     if form not in ("json", "csv"):
         raise InvalidRequest(f"format={form!r}: it must be json or csv.", param="format")
-    filters = {name: params[name] for name in _FILTERS if name in params}
+    filters = {name: params[name] for name in FILTERS if name in params}
     if tenant is not None:
         if filters.get("tenant", tenant) != tenant:
             message = f"This key belongs to tenant {tenant!r} and cannot read other tenants' usage."
@@ -200,7 +133,7 @@ def parse_query(raw: bytes, now_s: float, tenant: str | None) -> UsageQuery:
 
 def _limit(text: str | None) -> int:
     if text is None:
-        return _DEFAULT_LIMIT
+        return DEFAULT_LIMIT
     if not (len(text) <= 8 and text.isascii() and text.isdecimal() and 1 <= int(text) <= _MAX_LIMIT):
         raise InvalidRequest(f"limit={text[:32]!r}: it must be a number from 1 to {_MAX_LIMIT}.", param="limit")
     return int(text)
@@ -217,104 +150,6 @@ def _cursor(text: str | None, num_groups: int) -> tuple[Any, ...] | None:
     if len(group) != num_groups:
         raise InvalidRequest("after: it belongs to a query with another group_by.", param="after")
     return tuple(group)
-
-
-def read_usage(store: Store, query: UsageQuery, limit_s: float = _QUERY_S) -> UsagePage:
-    """Return a page of groups in order, and the total, of requests with start <= arrival < end.
-
-    Raises InvalidRequest if the query takes longer than `limit_s`.
-    """
-    groups = [_GROUPS[name] for name in query.group_by]
-    # Also group by price, so that each sum of tokens is multiplied by the price that was valid for it.
-    by = ", ".join([*groups, "prices.input", "prices.cached_input", "prices.output"])
-    parts, values = _parts(query)
-    sql = (
-        f"SELECT {by}, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
-        f" FROM ({' UNION ALL '.join(parts)}) AS parts JOIN prices ON prices.id = parts.price_id"
-        f" GROUP BY {by} ORDER BY {by}"
-    )
-    # Only the page is kept. Freeing a hundred thousand lines would hold the interpreter lock for longer than a request may
-    # wait for it.
-    page: list[UsageLine] = []
-    total = UsageLine(())
-    try:
-        with store.snapshot(limit_s) as reader:
-            for row in reader.execute(sql, values):
-                group, price, sums = tuple(row[: len(groups)]), Price(*row[len(groups) : -4]), row[-4:]
-                total.add(sums, price)
-                if not page or page[-1].group != group:
-                    if len(page) > query.limit or (query.after is not None and not _is_after(group, query.after)):
-                        continue
-                    page.append(UsageLine(group))
-                page[-1].add(sums, price)
-    except StoreTimeout as error:
-        message = f"{error.message} Use a shorter time range (start, end), fewer group_by names or a filter."
-        raise InvalidRequest(message, code=error.code) from error
-    has_more = len(page) > query.limit
-    page = page[: query.limit]
-    next_after = base64.urlsafe_b64encode(msgspec.json.encode(page[-1].group)).decode() if has_more else None
-    return UsagePage(page, total, next_after)
-
-
-def _parts(query: UsageQuery) -> tuple[list[str], list[Any]]:
-    """Return SELECT statements that together cover the query's time range once, and their parameters.
-
-    Whole days and hours are read from their sums, and the rest from the rows.
-    """
-    needed = {*query.group_by, *(name for name, _ in query.filters)}
-    names = ["tenant", "key_id", "model", "endpoint", "status", "price_id", *sorted(needed & _ONLY_IN_ROWS)]
-    columns = ", ".join(names)
-    filters = "".join(f" AND {_FILTERS[name]} = ?" for name, _ in query.filters)
-    filter_values = [value for _, value in query.filters]
-    parts: list[str] = []
-    values: list[Any] = []
-
-    def add(sql: str, *times: float) -> None:
-        parts.append(f"{sql}{filters}")
-        values.extend([*times, *filter_values])
-
-    def add_rows(start_s: float, end_s: float) -> None:
-        add(
-            f"SELECT {columns}, hour_s, 1 AS requests, prompt_tokens, cached_tokens, completion_tokens FROM usage"
-            " WHERE time_s >= ? AND time_s < ?",
-            start_s,
-            end_s,
-        )
-
-    def add_sums(span_s: int, start_s: int, end_s: int) -> None:
-        if start_s < end_s:
-            add(
-                f"SELECT {columns}, start_s AS hour_s, requests, prompt_tokens, cached_tokens, completion_tokens"
-                f" FROM usage_sums WHERE span_s = {span_s} AND start_s >= ? AND start_s < ?",
-                start_s,
-                end_s,
-            )
-
-    first_hour, last_hour = _whole(query.start_s, query.end_s, HOUR_S)
-    if needed & _ONLY_IN_ROWS or first_hour >= last_hour:
-        add_rows(query.start_s, query.end_s)
-        return parts, values
-    first_day, last_day = _whole(first_hour, last_hour, DAY_S)
-    if "hour" in query.group_by or first_day >= last_day:
-        first_day = last_day = last_hour
-    add_rows(query.start_s, first_hour)
-    add_sums(HOUR_S, first_hour, first_day)
-    add_sums(DAY_S, first_day, last_day)
-    add_sums(HOUR_S, last_day, last_hour)
-    add_rows(last_hour, query.end_s)
-    return parts, values
-
-
-def _whole(start_s: float, end_s: float, span_s: int) -> tuple[int, int]:
-    """Return where the first whole span begins, and where the last one ends."""
-    return math.ceil(start_s / span_s) * span_s, math.floor(end_s / span_s) * span_s
-
-
-def _is_after(group: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    try:
-        return group > after
-    except TypeError as error:
-        raise InvalidRequest("after: it belongs to a query with another group_by.", param="after") from error
 
 
 def _time(name: str, text: str) -> float:
@@ -335,16 +170,9 @@ def _time(name: str, text: str) -> float:
     return (stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp()
 
 
-def _shown(name: str, value: Any) -> Any:
-    if name in ("day", "hour"):
-        stamp = datetime.fromtimestamp(value, UTC)
-        return stamp.strftime("%Y-%m-%d" if name == "day" else "%Y-%m-%dT%H:00Z")
-    return value
-
-
 def _as_csv(query: UsageQuery, page: UsagePage) -> Reply:
     text = io.StringIO()
-    names = [*query.group_by, *_SUMS, "uncached_tokens", "cost"]
+    names = [*query.group_by, *SUMS, "uncached_tokens", "cost"]
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for line in page.lines:

@@ -110,8 +110,9 @@ def recovered_row(slot: FoundSlot) -> UsageRow:
 
 
 def _cut(head: UsageHead) -> UsageHead:
-    """Shorten each text of a head that is too long for a slot, or that is not valid Unicode."""
+    """Shorten each text of a head that is too long for a slot, or that is not valid Unicode. The id is the gateway's own."""
     texts = {name: one for name, one in msgspec.structs.asdict(head).items() if isinstance(one, str)}
+    del texts["request_id"]
     return msgspec.structs.replace(head, **{name: _cut_text(text) for name, text in texts.items()})
 
 

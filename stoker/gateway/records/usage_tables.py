@@ -1,7 +1,11 @@
 """The ledger's tables in the store, and how rows are written to them.
 
 `usage` has one row per request. `usage_sums` has the sums of each hour and of each day, so that a query over a month need not
-read a million rows. Both are changed in the same transaction, and only a row that is new is added to the sums.
+read a million rows, and `session_sums` has them for each session. All are changed in the same transaction, and only a row that
+is new is added to the sums.
+
+An answer that another gateway takes over has a row for each of its runs. The ids of these rows begin with the name of the
+answer, and `billed_prompts` has the names whose prompt is in a row already. So each prompt is billed once.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
+
+from msgspec.structs import replace
 
 from stoker.gateway.admission.prices import Price
 from stoker.gateway.records.usage_row import UsageRow
@@ -21,9 +27,12 @@ _MAX_TEXT = 256
 _MAX_ROWS_PER_STATEMENT = 256
 
 _SUM_KEY = "tenant, key_id, model, endpoint, status, price_id"
-_SUMS_OF_ROWS = (
-    f"{_SUM_KEY}, COUNT(*), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens) FROM usage GROUP BY"
-)
+_SESSION_KEY = "tenant, session, key_id, model, endpoint, status, price_id"
+_SESSION_OF_ROW = "tenant, COALESCE(session, ''), key_id, model, endpoint, status, price_id"
+_TOTALS = "COUNT(*), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
+_SUMS_OF_ROWS = f"{_SUM_KEY}, {_TOTALS} FROM usage GROUP BY"
+_SUMS_OF_SESSIONS = f"{_SESSION_OF_ROW}, {_TOTALS} FROM usage GROUP BY"
+_RUN = "/"  # between the name of an answer and the id of a run
 
 TABLES = Tables(
     "usage",
@@ -62,6 +71,22 @@ TABLES = Tables(
             "CREATE INDEX usage_by_session ON usage (session, time_s)",
         ),
         ("ALTER TABLE usage ADD COLUMN misses TEXT NOT NULL DEFAULT ''",),
+        (
+            f"""CREATE TABLE session_sums (
+                span_s INTEGER NOT NULL, start_s INTEGER NOT NULL,
+                tenant TEXT NOT NULL, session TEXT NOT NULL, key_id TEXT NOT NULL, model TEXT NOT NULL,
+                endpoint TEXT NOT NULL, status INTEGER NOT NULL, price_id INTEGER NOT NULL REFERENCES prices (id),
+                requests INTEGER NOT NULL,
+                prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+                PRIMARY KEY (span_s, start_s, {_SESSION_KEY})
+            ) WITHOUT ROWID""",
+            f"INSERT INTO session_sums SELECT {HOUR_S}, hour_s, {_SUMS_OF_SESSIONS} hour_s, {_SESSION_OF_ROW}",
+            f"INSERT INTO session_sums SELECT {DAY_S}, hour_s - hour_s % {DAY_S} AS day_s,"
+            f" {_SUMS_OF_SESSIONS} day_s, {_SESSION_OF_ROW}",
+            "CREATE INDEX session_sums_by_session ON session_sums (span_s, start_s, session)",
+            "CREATE TABLE billed_prompts (name TEXT PRIMARY KEY, time_s REAL NOT NULL) WITHOUT ROWID",
+            "CREATE INDEX billed_prompts_by_time ON billed_prompts (time_s)",
+        ),
     ),
 )
 _COLUMNS = (
@@ -69,9 +94,9 @@ _COLUMNS = (
     " completion_tokens, ttft_ms, e2e_ms, resumed, x_request_id, price_id, hour_s, misses"
 )
 _NUM_COLUMNS = _COLUMNS.count(",") + 1
-_SUM_COLUMNS = f"span_s, start_s, {_SUM_KEY}, requests, prompt_tokens, cached_tokens, completion_tokens"
-_NUM_SUM_COLUMNS = _SUM_COLUMNS.count(",") + 1
 _ADDED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+
+_Sums = dict[tuple[Any, ...], list[int]]  # a key of a table of sums -> its four counts
 
 
 def price_id(changes: Transaction, price: Price) -> int:
@@ -82,28 +107,76 @@ def price_id(changes: Transaction, price: Price) -> int:
     return int(next(iter(changes.execute(query, values)))[0])
 
 
+def run_id(answer: str, row_id: str) -> str:
+    """Return the id of the row of one run of an answer. The prompt of all its runs is billed once."""
+    return f"{answer}{_RUN}{row_id}"
+
+
 def insert_usage(changes: Transaction, rows: Sequence[tuple[UsageRow, int]]) -> list[UsageRow]:
     """Insert rows with the ids of their prices and return those that are new. The others change nothing."""
+    rows = _with_own_prompts(changes, rows)
     new: set[str] = set()
     inserted: list[UsageRow] = []
     values = [_values(row, price) for row, price in rows]
     for many in _groups(values):
         new.update(name for (name,) in changes.execute(_insertion(len(many)), list(chain.from_iterable(many))))
-    sums: dict[tuple[Any, ...], list[int]] = {}
+    hours: _Sums = {}
     for row, price in rows:
         if row.request_id in new:
             new.discard(row.request_id)  # it may be in the batch twice
             inserted.append(row)
-            hour_s = _hour_s(row)
-            for span_s, start_s in ((DAY_S, hour_s - hour_s % DAY_S), (HOUR_S, hour_s)):
-                key = (span_s, start_s, row.tenant, row.key_id, row.model[:_MAX_TEXT], row.endpoint, row.status, price)
-                counts = sums.setdefault(key, [0, 0, 0, 0])
-                for index, more in enumerate((1, row.prompt_tokens, row.cached_tokens, row.completion_tokens)):
-                    counts[index] += more
-    # In one order, so that gateways which write at the same time cannot wait for each other in a circle.
-    for several in _groups([(*key, *sums[key]) for key in sorted(sums)]):
-        changes.execute(_addition(len(several)), list(chain.from_iterable(several)))
+            session, model = (row.session or "")[:_MAX_TEXT], row.model[:_MAX_TEXT]
+            key = (_hour_s(row), row.tenant, session, row.key_id, model, row.endpoint, row.status, price)
+            _count(hours, key, (1, row.prompt_tokens, row.cached_tokens, row.completion_tokens))
+    _add_sums(changes, hours)
     return inserted
+
+
+def _add_sums(changes: Transaction, hours: _Sums) -> None:
+    """Add the sums of the new rows by hour and session to all tables of sums."""
+    sums: _Sums = {}
+    sessions: _Sums = {}
+    for (hour_s, tenant, session, *key), counts in hours.items():
+        for span in ((DAY_S, hour_s - hour_s % DAY_S), (HOUR_S, hour_s)):
+            _count(sums, (*span, tenant, *key), counts)
+            _count(sessions, (*span, tenant, session, *key), counts)
+    _add(changes, "usage_sums", _SUM_KEY, sums)
+    _add(changes, "session_sums", _SESSION_KEY, sessions)
+
+
+def _with_own_prompts(changes: Transaction, rows: Sequence[tuple[UsageRow, int]]) -> Sequence[tuple[UsageRow, int]]:
+    """Return the rows, without the prompts that other runs of the same answers have billed."""
+    answers = {_answer(row): row.time_s for row, _ in rows if _RUN in row.request_id and row.prompt_tokens}
+    if not answers:
+        return rows
+    query = "INSERT INTO billed_prompts (name, time_s) VALUES (?, ?) ON CONFLICT DO NOTHING RETURNING name"
+    unbilled = {name for name in sorted(answers) if list(changes.execute(query, (name, answers[name])))}
+    own = []
+    for row, price in rows:
+        answer = _answer(row)
+        if answer in answers and row.prompt_tokens:
+            if answer in unbilled:
+                unbilled.discard(answer)
+            else:
+                row = replace(row, prompt_tokens=0, cached_tokens=0, misses="")
+        own.append((row, price))
+    return own
+
+
+def _answer(row: UsageRow) -> str:
+    return row.request_id.partition(_RUN)[0]
+
+
+def _count(sums: _Sums, key: tuple[Any, ...], counts: Sequence[int]) -> None:
+    found = sums.setdefault(key, [0, 0, 0, 0])
+    for index, more in enumerate(counts):
+        found[index] += more
+
+
+def _add(changes: Transaction, table: str, key: str, sums: _Sums) -> None:
+    # In one order, so that gateways which write at the same time cannot wait for each other in a circle.
+    for several in _groups([(*one, *sums[one]) for one in sorted(sums)]):
+        changes.execute(_addition(table, key, len(several)), list(chain.from_iterable(several)))
 
 
 def _groups(rows: Sequence[tuple[Any, ...]]) -> Iterable[Sequence[tuple[Any, ...]]]:
@@ -128,12 +201,13 @@ def _insertion(num_rows: int) -> str:
 
 
 @cache
-def _addition(num_rows: int) -> str:
-    row = f"({', '.join('?' * _NUM_SUM_COLUMNS)})"
-    added = ", ".join(f"{name} = usage_sums.{name} + excluded.{name}" for name in _ADDED)
+def _addition(table: str, key: str, num_rows: int) -> str:
+    columns = f"span_s, start_s, {key}, {', '.join(_ADDED)}"
+    row = f"({', '.join('?' * (columns.count(',') + 1))})"
+    added = ", ".join(f"{name} = {table}.{name} + excluded.{name}" for name in _ADDED)
     return (
-        f"INSERT INTO usage_sums ({_SUM_COLUMNS}) VALUES {', '.join([row] * num_rows)}"
-        f" ON CONFLICT (span_s, start_s, {_SUM_KEY}) DO UPDATE SET {added}"
+        f"INSERT INTO {table} ({columns}) VALUES {', '.join([row] * num_rows)}"
+        f" ON CONFLICT (span_s, start_s, {key}) DO UPDATE SET {added}"
     )
 
 

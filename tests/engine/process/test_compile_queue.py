@@ -81,7 +81,7 @@ def test_a_job_that_two_tenants_wait_for_runs_once_and_at_the_earlier_turn() -> 
     compilers = FairCompilers(2, lambda: None)
 
     def call(name: str, then: Callable[[], object] = lambda: None) -> CompileJob:
-        return CompileJob(lambda: (runs.append(name), then())[0])
+        return CompileJob(lambda _: (runs.append(name), then())[0])
 
     try:
         compilers.submit("greedy", call("slow", lambda: held.wait(LONG_S)))
@@ -102,9 +102,9 @@ def test_a_cancelled_job_does_not_run_and_returns_its_slot() -> None:
     compilers = FairCompilers(1, lambda: None)
     held = threading.Event()
     first, second, third = (
-        CompileJob(lambda: held.wait(LONG_S) and None),
+        CompileJob(lambda _: held.wait(LONG_S) and None),
         CompileJob(pytest.fail),
-        CompileJob(lambda: None),
+        CompileJob(lambda _: None),
     )
     for job in (first, second, third):
         compilers.submit("a", job)

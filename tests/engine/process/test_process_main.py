@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,6 +18,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.process.block_log import BlockLog
+from stoker.engine.process.grammars.compile_queue import CompileJob
 from stoker.engine.process.heartbeat import LoopProgress
 from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp, WakeUp
 from stoker.engine.process.main import EngineLoop
@@ -38,7 +38,7 @@ class ScriptedMailbox:
     script: list[MailboxMessage]
     asked: list[object] = field(default_factory=list)
     compiles: bool = True  # True: compiling starts at once
-    compiling: list[Future[None]] = field(default_factory=list)
+    compiling: list[CompileJob] = field(default_factory=list)
 
     def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         return [self.script.pop(0) if self.script else Shutdown()]
@@ -48,9 +48,9 @@ class ScriptedMailbox:
     def look_up(self, request: GenerateRequest, store: KvStore) -> None:
         self.asked.append(request.request_id)
 
-    def compile(self, spec: GrammarSpec, tenant: str, job: object = None) -> Future[None]:
+    def compile(self, spec: GrammarSpec, tenant: str, job: object = None, *, is_urgent: bool = False) -> CompileJob:
         self.asked.append(spec)
-        self.compiling.append(Future())
+        self.compiling.append(CompileJob(lambda _: None))
         if self.compiles:
             self.compiling[-1].set_running_or_notify_cancel()
         return self.compiling[-1]

@@ -122,6 +122,9 @@ async def test_the_stream_goes_on_after_the_last_stored_event(tmp_path: Path, st
         [row] = [row for row in survivor.rows.rows if row.status == 200]
         assert row.completion_tokens == len(LETTERS) - stop  # the first gateway has billed the others
         assert sum(row.completion_tokens for row in survivor.rows.rows if row.status != 200) == 0
+        assert {row.request_id.partition("/")[0] for row in survivor.rows.rows} == {
+            response_id
+        }  # one bill for the prompt
 
 
 async def test_a_stream_that_no_worker_can_continue_ends_within_a_lease(tmp_path: Path) -> None:

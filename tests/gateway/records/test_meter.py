@@ -24,12 +24,13 @@ from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.record_settings import MeterSettings
 from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, tail_bytes
-from stoker.gateway.records.usage_tables import TABLES
+from stoker.gateway.records.usage_tables import TABLES, run_id
 from stoker.gateway.store.slot_file import HEAD_BYTES, TAIL_BYTES
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store import Tables
 
 ROW = UsageRow("r", 1000.0, "key", "tenant", "model", "session", "worker", "chat", 200, 100, 60, 7, 12.5, 80.0)
+EMPTY = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
 FAST = MeterSettings(flush_s=0.01, flush_rows=50)
 
 
@@ -127,6 +128,40 @@ def test_a_row_recorded_twice_is_stored_once(tmp_path: Path) -> None:
             record(meter, row(number))
         meter.close()
     assert read(tmp_path / "usage.db", "SELECT request_id FROM usage ORDER BY 1") == [("r1",), ("r2",), ("r3",)]
+
+
+@pytest.mark.parametrize("order", [("a", "b", "c"), ("c", "b", "a"), ("b", "a", "b")])
+@pytest.mark.parametrize("is_one_batch", [True, False])
+def test_the_prompt_of_an_answer_is_billed_once_for_all_its_runs(
+    tmp_path: Path, order: tuple[str, ...], is_one_batch: bool
+) -> None:
+    """Run "c" ended before it had a prompt. The rows of a killed gateway may come last, or twice."""
+    path = tmp_path / "usage.db"
+    budget_rows: list[UsageRow] = []
+
+    def budgets_of(one: UsageRow) -> list[str]:
+        budget_rows.append(one)
+        return []
+
+    answers = ["resp_1", "resp_2"]
+    rows = [
+        replace(ROW, request_id=run_id(answer, run), **EMPTY if run == "c" else {}, misses="new=40")
+        for run in order
+        for answer in answers
+    ]
+    for batch in [rows] if is_one_batch else [[one] for one in rows]:
+        meter = Meter(SqliteStore(path), slots_of(path), MeterSettings(flush_s=10.0), PriceList(), budgets_of)
+        for one in batch:
+            record(meter, one)
+        meter.close()
+    num_rows = 2 * len(set(order))
+    expected = (num_rows, 200, 120, 28)
+    sums = "SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
+    assert read(path, f"SELECT COUNT(*), {sums} FROM usage") == [expected]
+    for table in ("usage_sums", "session_sums"):
+        assert read(path, f"SELECT SUM(requests), {sums} FROM {table} WHERE span_s = 3600") == [expected]
+    assert sum(one.prompt_tokens for one in budget_rows) == 200
+    assert read(path, "SELECT COUNT(*) FROM usage WHERE prompt_tokens > 0 AND misses <> ''") == [(2,)]
 
 
 def test_a_restart_goes_on(tmp_path: Path) -> None:
@@ -380,8 +415,20 @@ def test_damaged_slots_are_dropped_and_the_others_recovered(tmp_path: Path) -> N
 
 
 def test_texts_of_any_length_fit_a_slot(tmp_path: Path) -> None:
-    long = UsageHead("req_1", 1.0, "k" * 64, "t" * 64, "m" * 100_000, "\U0001f600" * 5000, "responses", "x" * 128)
-    assert len(head_bytes(long)) <= HEAD_BYTES
+    answer = "resp_" + "0" * 48
+    long = UsageHead(
+        run_id(answer, "req_" + "1" * 24),
+        1.0,
+        "k" * 64,
+        "t" * 64,
+        "m" * 100_000,
+        "\U0001f600" * 5000,
+        "responses",
+        "x" * 128,
+    )
+    head = head_bytes(long)
+    assert len(head) <= HEAD_BYTES
+    assert long.request_id.encode() in head  # two runs of an answer are never taken for one
     assert len(tail_bytes(replace(ROW, prompt_tokens=1 << 62, e2e_ms=1e300))) <= TAIL_BYTES
 
 
@@ -443,4 +490,7 @@ def test_a_ledger_of_the_first_version_is_migrated_with_its_sums(tmp_path: Path)
     hours = "SELECT COUNT(*), SUM(requests), SUM(prompt_tokens) FROM usage_sums WHERE span_s = "
     assert read(path, hours + "3600") == [(11, 11, 145)]
     assert read(path, hours + "86400") == [(7, 11, 145)]
+    sessions = hours.replace("usage_sums", "session_sums")
+    assert read(path, sessions + "3600") == [(11, 11, 145)]
+    assert read(path, sessions + "86400") == [(7, 11, 145)]
     assert read(path, "SELECT hour_s FROM usage WHERE request_id = 'r9'") == [(450_000,)]

@@ -28,12 +28,16 @@ def test_rows_older_than_the_limit_are_deleted(tmp_path: Path, kind: str, reques
     with store.transaction() as changes:
         for name in ("key/a/money", "session/t/1", "session/t/2"):
             changes.execute("INSERT INTO spent VALUES (?, 5, ?)", (name, 900_000.0 if name.endswith("2") else 5.0))
+        changes.execute("INSERT INTO billed_prompts VALUES ('resp_1', 5.0), ('resp_2', 900000.0)")
         changes.execute("INSERT INTO audit (time_s, actor, action, target, details) VALUES (1, 'a', 'b', 'c', '{}')")
     threads = StoreThreads(store)
-    assert asyncio.run(delete_old(threads, 700_000.0)) == 700 + 1 + 1
+    # Of the sessions, whole hours and days before the limit: 194 hours and 8 days.
+    assert asyncio.run(delete_old(threads, 700_000.0)) == 700 + 1 + 1 + 194 + 8 + 1
     threads.close()
     with store.snapshot() as reader:
         assert list(reader.execute("SELECT COUNT(*), MIN(time_s) FROM usage")) == [(500, 700_000.0)]
         assert list(reader.execute("SELECT SUM(requests) FROM usage_sums WHERE span_s = 3600")) == [(1200,)]
+        assert list(reader.execute("SELECT MIN(start_s) FROM session_sums WHERE span_s = 3600")) == [(194 * 3600,)]
+        assert list(reader.execute("SELECT name FROM billed_prompts")) == [("resp_2",)]
         assert list(reader.execute("SELECT name FROM spent ORDER BY name")) == [("key/a/money",), ("session/t/2",)]
     store.close()

@@ -26,7 +26,8 @@ from stoker.gateway.api.reply import Reply
 from stoker.gateway.key_settings import KeySettings, PriceSettings
 from stoker.gateway.records.meter import Meter
 from stoker.gateway.records.record_settings import MeterSettings
-from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query, read_usage
+from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query
+from stoker.gateway.records.usage_queries import read_usage
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.sqlite import SqliteStore
@@ -273,7 +274,7 @@ def test_a_long_query_is_stopped(tmp_path: Path) -> None:
         more = "WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more WHERE n < 20)"
         connection.execute(f"{more} INSERT INTO usage SELECT {columns} FROM usage, more")
         connection.commit()
-    query = parse_query(b"group_by=session", 3.0 * DAY, None)
+    query = parse_query(b"group_by=worker,session", 3.0 * DAY, None)  # reads rows
     assert read_usage(store, query).total.requests == 21 * len(ROWS)
     with pytest.raises(InvalidRequest, match="shorter time range") as stopped:
         read_usage(store, query, limit_s=0.0)

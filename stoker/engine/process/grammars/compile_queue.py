@@ -54,9 +54,10 @@ class FairSlots(Generic[J]):
 class CompileJob(Future[None]):
     """One compilation. Several tenants may wait for it; it runs once."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[[CompileJob], None]) -> None:
         super().__init__()
         self._call = call
+        self.is_urgent = False  # an interactive request waits for it
 
     def begin(self) -> bool:
         """Return True if it must run now. False: it runs already, or it was cancelled."""
@@ -64,7 +65,7 @@ class CompileJob(Future[None]):
 
     def run(self) -> None:
         try:
-            self._call()
+            self._call(self)
         except BaseException as error:
             self.set_exception(error)
             raise
