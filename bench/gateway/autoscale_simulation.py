@@ -3,8 +3,8 @@
     python -m bench run autoscale_simulation
 
 The simulator runs the real scheduler, router, fleet, admission and autoscaler; the step times are those of `autoscale_goodput`. So
-the outcome does not depend on the machine. A worker that gets another role gives its running requests to others, which compute their
-tokens again: the simulator moves no KV. That is worse than the real move, so the autoscaler's numbers are a lower bound.
+the outcome does not depend on the machine. A worker that gets another role gives its running requests to others, which compute
+their tokens again: the simulator moves no KV. That is worse than the real move, so the autoscaler's numbers are a lower bound.
 In the first phase of the benchmark's own trace, the prompts need nearly all workers: they compute at most about 60,000 tokens
 per second, and 54,000 arrive.
 The traces are a turn of the traffic in both directions, a slow change, and a burst.
@@ -114,9 +114,7 @@ def run(args: argparse.Namespace) -> Report:
     settings = autoscale_settings()
     for trace in TRACES:
         traces = [replace(trace, seed=seed) for seed in range(1, args.seeds + 1)]
-        fixed = {
-            split: sum(goodput(one, split)[0] for one in traces) / len(traces) for split in range(1, WORKERS)
-        }
+        fixed = {split: sum(goodput(one, split)[0] for one in traces) / len(traces) for split in range(1, WORKERS)}
         found = [goodput(one, WORKERS // 2, settings) for one in traces]
         scaled = sum(one for one, _ in found) / len(found)
         best = max(fixed, key=lambda split: fixed[split])
@@ -147,7 +145,9 @@ def autoscale_settings() -> AutoscaleSettings:
     return from_table(AutoscaleSettings, tomllib.loads(AUTOSCALE)["autoscale"], "autoscale")
 
 
-def goodput(trace: ShiftingTrace, num_prefill: int, settings: AutoscaleSettings | None = None) -> tuple[float, list[str]]:
+def goodput(
+    trace: ShiftingTrace, num_prefill: int, settings: AutoscaleSettings | None = None
+) -> tuple[float, list[str]]:
     """Return the good requests per second of a trace, and the role changes. Without settings, roles stay."""
     from stoker.gateway.admission.admission_settings import AdmissionSettings
     from stoker.sim.simulation import SimConfig, SimFleet, Simulation
@@ -171,7 +171,15 @@ def goodput(trace: ShiftingTrace, num_prefill: int, settings: AutoscaleSettings 
 def _calibration() -> Calibration:
     """Return the worker of `bench/support/sleeping_worker.py`."""
     import stoker
-    from stoker.sim.calibration import FORMAT, CalibratedBounds, Calibration, LinkCosts, Residuals, StepModel, WorkerShape
+    from stoker.sim.calibration import (
+        FORMAT,
+        CalibratedBounds,
+        Calibration,
+        LinkCosts,
+        Residuals,
+        StepModel,
+        WorkerShape,
+    )
 
     step = StepModel(knots=[1, 2049], knot_s=[0.0301, 0.2349], row_s=4.7e-3)
     shape = WorkerShape(

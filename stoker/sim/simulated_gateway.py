@@ -56,6 +56,7 @@ class SimCall:
     route: Route | None = None
     excluded: frozenset[WorkerId] = frozenset()
     attempts: int = 0
+    num_moves: int = 0  # attempts that ended because the worker got another role
     num_output: int = 0  # tokens that the client has
     first_token_s: float | None = None
     cached_tokens: int | None = None
@@ -276,11 +277,11 @@ class SimulatedGateway:
         call.num_output += job.num_tokens
         self._leave(call)
         if kind == MOVED:
-            call.attempts -= 1
+            call.num_moves += 1
         else:
             self.fleet.saw_failure(worker_id, now_s, kind)
             call.excluded |= {worker_id}
-        if call.attempts >= _MAX_ATTEMPTS:
+        if call.attempts - call.num_moves >= _MAX_ATTEMPTS:
             self._end(call, "failed")
         elif call.num_output >= call.turn.output_tokens:
             self._end(call, "ok")

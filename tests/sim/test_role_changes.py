@@ -10,9 +10,11 @@ from stoker.fleet.spec import Role
 from stoker.sim.simulation import SimConfig, SimFleet, Simulation
 
 
-@pytest.mark.parametrize(("worker", "role"), [("decode-0", Role.PREFILL), ("prefill-0", Role.DECODE)])
-def test_requests_of_a_worker_with_a_new_role_continue_elsewhere(worker: str, role: Role) -> None:
-    workload = Listed(tuple(alone(200, 40, start_s=0.01 * i, token=7 + i) for i in range(30)))
+@pytest.mark.parametrize(
+    ("worker", "role", "at_s"), [("decode-0", Role.PREFILL, 0.25), ("prefill-0", Role.DECODE, 0.25)]
+)
+def test_requests_of_a_worker_with_a_new_role_continue_elsewhere(worker: str, role: Role, at_s: float) -> None:
+    workload = Listed(tuple(alone(2000, 40, start_s=0.01 * i, token=7 + i) for i in range(30)))
     simulation = Simulation(SimConfig(calibration(), SimFleet(prefill=2, decode=2), session_keys=False))
     gateway, moved = simulation.gateway, []
 
@@ -21,7 +23,7 @@ def test_requests_of_a_worker_with_a_new_role_continue_elsewhere(worker: str, ro
         gateway.change_role(WorkerId(worker), role)
         assert gateway.engines[WorkerId(worker)].num_open == 0
 
-    simulation.loop.at(0.25, change)
+    simulation.loop.at(at_s, change)
     records = simulation.run(workload).records
     assert moved[0] > 0, "it had requests"
     assert records.outcomes == {"ok": 30}
