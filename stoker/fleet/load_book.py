@@ -43,7 +43,7 @@ class WorkerLoad:
 
     @property
     def draining_tokens(self) -> float:
-        """By how much the queued tokens fall before the oldest unfinished prompt has its first token."""
+        """The number of queued tokens that are computed before the oldest unfinished prompt has its first token."""
         oldest = next(iter(self._prefilling), None)
         return self.queued_tokens - (self.prefill_tokens - oldest.prefill_tokens if oldest is not None else 0)
 
