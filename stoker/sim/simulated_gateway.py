@@ -116,6 +116,7 @@ class SimulatedGateway:
         self.engines[spec.worker_id] = engine
         self.fleet.add(spec, self._loop.now_s)
         self._index.set_capacity(spec.worker_id, None)
+        engine.report()
 
     @property
     def num_open(self) -> int:
@@ -331,7 +332,10 @@ class SimulatedGateway:
         self.fleet.saw_report(worker_id, report, self._loop.now_s)
 
     def gap(self, seconds: float, count: int) -> None:
-        self._records.add_gap(seconds, count)
+        self._records.gaps.add(seconds, count)
+
+    def gap_run(self, first_s: float, last_s: float, num_steps: int, count: int) -> None:
+        self._records.gaps.add_run(first_s, last_s, num_steps, count)
 
     # ---- operations
 
