@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from stoker.base.allowance import allow_files
+from stoker.base.bound_socket import shared_socket
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
 from stoker.gateway.admission.api_keys import ApiKeys
@@ -23,7 +24,6 @@ from stoker.gateway.path.app import Gateway
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
-from stoker.gateway.process_supervisor import shared_listener
 from stoker.gateway.processes import ProcessGroup
 from stoker.gateway.recording import RoutingClasses
 from stoker.gateway.records.meter import Meter, NoMeter
@@ -99,7 +99,7 @@ class GatewayServer:
         await self.server.listen("", 0, sock=listener, ssl=self.tls)
         if self.config.process_ports:
             await self.server.listen(
-                "", 0, sock=shared_listener("127.0.0.1", self.config.process_ports[self.config.process])
+                "", 0, sock=shared_socket("127.0.0.1", self.config.process_ports[self.config.process])
             )
 
     def announce_drain(self) -> None:
