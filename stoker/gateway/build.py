@@ -33,11 +33,12 @@ from stoker.gateway.gateway_server import GatewayServer
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges, add_task_counters
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.listen_settings import ListenSettings
-from stoker.gateway.path.app import Gateway, GatewayParts
+from stoker.gateway.path.app import Gateway
 from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
+from stoker.gateway.path.gateway_parts import GatewayParts
 from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.processes import GroupEndpoint, GroupMetrics, ProcessGroup

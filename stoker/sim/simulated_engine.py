@@ -29,6 +29,7 @@ from stoker.sim.simulated_device import RunningStep, SimulatedDevice, Speculatio
 from stoker.sim.simulated_store import SimulatedStore
 
 FINGERPRINT = "simulated"
+MOVED = "moved"
 _RUN_SHARE = 64  # a run of steps takes at most one in this many of the pool's tokens ahead of time
 _MAX_OFFERS = 4096
 _REPORT_EVERY_S, _REPORT_AT_MOST_EVERY_S = 0.25, 0.02  # as in worker/report.py
@@ -49,7 +50,7 @@ class EngineJob:
         """The last token has been sampled. `ticket`: the KV is held for another worker."""
 
     def failed(self, kind: str) -> None:
-        """The engine cannot continue. `kind` is one of the kinds of `Fleet.saw_failure`, or refused."""
+        """The engine does not continue. `kind` is one of the kinds of `Fleet.saw_failure`, refused or MOVED."""
 
 
 class EngineObserver(Protocol):
@@ -193,6 +194,12 @@ class SimulatedEngine:
         for request_id, job in lost:
             self.cancel(request_id)
             job.failed("lost")
+
+    def move_clients(self) -> None:
+        """Give all requests back to the gateway, which continues them on other workers."""
+        for request_id, job in list(self._jobs.items()):
+            self.cancel(request_id)
+            job.failed(MOVED)
 
     @property
     def num_open(self) -> int:
