@@ -29,7 +29,7 @@ NEEDS = Needs(packages=("aiohttp", "msgspec", "uvloop", "tokenizers"))
 WORKERS = 8
 TTFT_S, ITL_S = 3.0, 0.12
 _TOKEN = "autoscale-goodput"
-_AUTOSCALE = f"""
+AUTOSCALE = f"""
 [autoscale]
 mode = "on"
 ttft_s = {TTFT_S / 2}
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> Report:
     splits = args.split or list(range(1, WORKERS))
     report = Report(details=[])
     found = {split: _run(args, split, "", report) for split in splits}
-    scaled = _run(args, WORKERS // 2, _AUTOSCALE, report)
+    scaled = _run(args, WORKERS // 2, AUTOSCALE, report)
     best = max(found, key=lambda split: found[split])
     case = f"{WORKERS} workers, input-heavy then output-heavy"
     for split, goodput in found.items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stoker.checkpoint.source import ModelFolder
     from stoker.engine.memory import ResolvedSettings
     from stoker.loadgen.worker_probe import WorkerProbe
-    from stoker.sim.calibration import Calibration, HostCosts, LinkCosts, StepSample, WorkerShape
+    from stoker.sim.calibration import Calibration, HostCosts, LinkCosts, SpeculationModel, StepSample, WorkerShape
     from stoker.sim.fit import MeasuredStep
 
 NAME = "calibrate"
@@ -30,7 +30,7 @@ calibrate MODEL` runs the engine in this process. With --url, a running `stoker 
 costs; give the same MODEL and engine flags as to that worker. With --gpu, nothing is run: the times are closed-form estimates
 from the GPU's published bandwidth and FLOP/s, and the file says so. The machine should be otherwise idle."""
 
-_SECTIONS = ("", "kv", "sched")
+_SECTIONS = ("", "kv", "sched", "store")
 _HOLD_OUT = 5  # one in this many measured shapes judges the fit
 _PROMPTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 _FOLLOW_UPS = (
@@ -40,8 +40,10 @@ _FOLLOW_UPS = (
     (1024, 256),
 )  # cached and new tokens: they tell attention from the rest
 _ROWS = (1, 2, 4, 8, 16)
-_CONTEXTS = (64, 512)
+_CONTEXTS = (64, 512, 1024)
+_MIXED = ((2, 64), (4, 32), (4, 96))  # decoding rows, and the tokens of a prompt in the same step
 _DEFAULT_KV_BYTES_PER_S = 1e9
+_TIER_NAMES = {"CPU": "host", "DISK": "disk"}  # by medium; any other tier is a shared store
 _ESTIMATE_RANGE = 0.3  # an assumption: no estimate was compared with a measurement yet
 
 
@@ -63,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gateway", metavar="URL", help="With --url: measure the gateway's part and the hand-off here."
+    )
+    parser.add_argument(
+        "--drafts-from",
+        metavar="URL",
+        help="Take drafts per step and their acceptance from the traffic that this running worker has had.",
     )
     parser.add_argument("--gpu", metavar="GPUS", help="Estimate a worker on these GPUs, such as 1xH200 or 8xH100.")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Measurements of each shape. Default: 3.")
@@ -91,6 +98,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--output {args.output}: there is no folder {args.output.parent}")
     if args.gpu is not None and args.url:
         raise ConfigError("--gpu estimates a worker and --url measures one; give only one of them")
+    if args.gpu is not None and args.drafts_from is not None:
+        raise ConfigError("--drafts-from has no effect with --gpu, which measures nothing; give only one of them")
     if args.gateway is not None and not args.url:
         raise ConfigError("--gateway has no effect without --url: give both")
     for name in ("repeats", "most_rows"):
@@ -111,9 +120,11 @@ def _measure(args: argparse.Namespace) -> Calibration:
     """Measure the engine in this process, or running workers."""
     from stoker import __version__
     from stoker.engine.build import build_engine
+    from stoker.engine.tier_measurement import measure_tiers
     from stoker.sim.calibration import FORMAT, Calibration, HostCosts, LinkCosts
     from stoker.sim.fit import fit
 
+    speculation = _speculation(args.drafts_from)
     settings = from_table(EngineSettings, as_table(given_flags(args, _settings())))
     model = _model(args)
     built = build_engine(model.path, settings)
@@ -121,16 +132,17 @@ def _measure(args: argparse.Namespace) -> Calibration:
         shape = _shape(built.settings, built.pool.num_blocks, built.max_model_tokens, sum_token_bytes(built.layout))
         most_rows = min(args.most_rows or max(_ROWS), shape.max_rows)
         host, transfer = HostCosts(), LinkCosts()
+        tiers = measure_tiers(built.store.tiers, built.store.sets[0].block_bytes, args.repeats)
         if args.url:
             built.close()
             probes = asyncio.run(_probe(args, shape, most_rows, model.name, built.vocab_size))
-            steps = _probed_steps(probes[0])
+            steps, jitter = _probed_steps(probes[0]), probes[0].jitter
             host, transfer = _host_costs(probes, shape)
         else:
-            steps = _own_steps(built, shape, most_rows, args.repeats)
+            steps, jitter = _own_steps(built, shape, most_rows, args.repeats), []
     finally:
         built.close()
-    step, bounds, residuals = fit(steps, shape.max_rows)
+    step, bounds, residuals = fit(steps, shape.max_rows, jitter)
     return Calibration(
         format=FORMAT,
         stoker=__version__,
@@ -144,10 +156,25 @@ def _measure(args: argparse.Namespace) -> Calibration:
         residuals=residuals,
         host=host,
         transfer=transfer,
+        tiers={
+            _TIER_NAMES.get(one.medium, "shared"): LinkCosts(one.latency_s, one.bytes_per_s) for one in tiers.values()
+        },
+        speculation=speculation,
         notes=[
             f"measured over HTTP: {', '.join(args.url)}" if args.url else "measured in process; host costs are defaults"
         ],
     )
+
+
+def _speculation(url: str | None) -> SpeculationModel:
+    """Return what a worker's traffic tells about its drafts."""
+    from stoker.loadgen.draft_probe import probe_drafts
+    from stoker.sim.calibration import SpeculationModel
+
+    if url is None:
+        return SpeculationModel()
+    found = asyncio.run(probe_drafts(url))
+    return SpeculationModel(found.drafts, found.acceptance)
 
 
 def _own_steps(built: Any, shape: WorkerShape, most_rows: int, repeats: int) -> list[MeasuredStep]:
@@ -177,7 +204,7 @@ async def _probe(
         (rows, context)
         for rows in _ROWS
         for context in _CONTEXTS
-        if rows <= most_rows and rows * (context + 32) <= kv_tokens and context + 32 <= shape.max_model_tokens
+        if rows <= most_rows and context + rows * 64 <= kv_tokens and context + 32 <= shape.max_model_tokens
     ]
     longest = min(shape.max_model_tokens - 32, kv_tokens)
     follow_ups = [(cached, new) for cached, new in _FOLLOW_UPS if cached + new <= longest and new <= shape.step_tokens]
@@ -186,7 +213,8 @@ async def _probe(
         served = await client.first_model()
     if served != model:
         raise ConfigError(f"--url {args.url[0]} serves {served}, but MODEL is {model}; give the worker's MODEL")
-    probes = [await probe_worker(targets, served, vocab_size, prompts, decodes, args.repeats, follow_ups)]
+    mixed = [(rows, length) for rows, length in _MIXED if rows <= most_rows and rows + length <= shape.step_tokens // 4]
+    probes = [await probe_worker(targets, served, vocab_size, prompts, decodes, args.repeats, follow_ups, mixed)]
     if args.gateway is not None:
         lengths = [length for length in prompts if length > 256] or prompts[-1:]
         probes.append(
@@ -196,14 +224,16 @@ async def _probe(
 
 
 def _probed_steps(probe: WorkerProbe) -> list[MeasuredStep]:
-    from stoker.sim.fit import decode_step, prompt_step
+    from stoker.sim.fit import decode_step, mixed_step, prompt_step
 
     found = []
     largest = max(one.prompt_tokens for one in probe.steps)
     for number, one in enumerate(probe.steps):
         is_edge = one.prompt_tokens == largest or number == len(probe.steps) - 1
         held_out = number % _HOLD_OUT == _HOLD_OUT - 1 and not is_edge
-        if one.rows:
+        if one.rows and one.prompt_tokens:
+            found.append(mixed_step(one.rows, one.context, one.prompt_tokens, one.seconds, held_out))
+        elif one.rows:
             found.append(decode_step(one.rows, one.context, one.seconds, held_out))
         else:
             found.append(prompt_step(one.prompt_tokens, one.context, one.seconds, held_out))
@@ -217,7 +247,7 @@ def _host_costs(probes: Sequence[WorkerProbe], shape: WorkerShape) -> tuple[Host
     worker_s = probes[0].host_s
     dispatch_s = max(0.0, probes[-1].host_s - worker_s) if len(probes) > 1 else 0.001
     host = HostCosts(dispatch_s=dispatch_s, accept_s=worker_s * 2 / 3, write_s=worker_s / 3)
-    if len(probes) == 1:
+    if len(probes) == 1 or not probes[1].handoff_gaps_s:
         return host, LinkCosts()
     one_row_s = probes[0].steps[0].seconds
     extra = [(tokens, max(0.0, gap_s - one_row_s)) for tokens, gap_s in probes[1].handoff_gaps_s]
@@ -308,10 +338,20 @@ def _estimate(args: argparse.Namespace) -> Calibration:
 
 def _table(calibration: Calibration, path: Path) -> str:
     residuals, host = calibration.residuals, calibration.host
+    further = [
+        f"tier {name}: {one.latency_s * 1e3:.2f} ms and {one.bytes_per_s / 1e9:.2f} GB/s"
+        for name, one in calibration.tiers.items()
+    ]
+    if calibration.speculation.drafts:
+        speculation = calibration.speculation
+        further.append(
+            f"drafts: {speculation.drafts} in each step of a row, accepted with {speculation.acceptance:.0%}"
+        )
     lines = [
         f"{calibration.model} on {calibration.device} ({calibration.kind}), written to {path}",
         f"error of a step: median {residuals.median:.1%}, p90 {residuals.p90:.1%}, over {len(residuals.samples)} shapes",
         f"host: {host.dispatch_s * 1e3:.1f} ms in the gateway, {(host.accept_s + host.write_s) * 1e3:.1f} ms in the worker",
+        *further,
         "",
         "TOKENS   ROWS  CONTEXT  MEASURED MS  PREDICTED MS  ERROR",
     ]

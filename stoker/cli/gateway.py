@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING
 from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
+from stoker.base.bound_socket import bound_socket, shared_socket
 from stoker.base.errors import ConfigError
 from stoker.base.flags import add_flags, as_table, given_flags, refuse_flag
 from stoker.base.fleet_key import is_loopback
 from stoker.base.output import print_message
 from stoker.base.paths import expand_home
 from stoker.base.settings import declared
-from stoker.cli.serving import Signals, drained, listen
+from stoker.cli.serving import Signals, drained
 
 if TYPE_CHECKING:
-    from stoker.gateway.build import GatewayServer
     from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.gateway_server import GatewayServer
     from stoker.gateway.listen_settings import ListenSettings
 
 NAME = "gateway"
@@ -55,7 +56,7 @@ _GROUPS = {
     "listening": ("listen.",),
     "routing": ("routing.",),
     "access": ("admin_token_file", "metrics_token_file", "secret_file"),
-    "records": ("store", "meter.", "tracing.", "log_"),
+    "records": ("store", "meter.", "tracing.", "log_", "recording.", "twin."),
 }
 
 
@@ -141,10 +142,10 @@ def _alias(text: str) -> dict[str, str]:
 
 async def _supervise(config: GatewayConfig, arguments: Sequence[str]) -> int:
     """Run several processes on one port. They get the same arguments."""
-    from stoker.gateway.process_supervisor import ProcessSupervisor, shared_listener
+    from stoker.gateway.process_supervisor import ProcessSupervisor
 
     # It never listens. It only holds the port, so that all processes get the same one and it stays theirs.
-    held = shared_listener(config.listen.host, config.listen.port)
+    held = shared_socket(config.listen.host, config.listen.port)
     port = held.getsockname()[1]
 
     def command(number: int, ports: Sequence[int], is_restart: bool) -> list[str]:
@@ -164,9 +165,8 @@ async def _supervise(config: GatewayConfig, arguments: Sequence[str]) -> int:
 
 async def _serve(config: GatewayConfig, *, welcome: bool) -> int:
     from stoker.gateway.build import build_gateway
-    from stoker.gateway.process_supervisor import shared_listener
 
-    open_listener = shared_listener if config.process_ports else listen
+    open_listener = shared_socket if config.process_ports else bound_socket
     listener = open_listener(config.listen.host, config.listen.port)
     with closing(listener):
         server = build_gateway(config)

@@ -18,6 +18,7 @@ from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import host_of_url, join_address, local_host
 from stoker.base.allowance import allow_files
+from stoker.base.bound_socket import bound_socket
 from stoker.base.config import KvSettings
 from stoker.base.errors import ConfigError
 from stoker.base.flags import add_flags
@@ -26,7 +27,7 @@ from stoker.base.output import print_message
 from stoker.base.timeline import Timeline
 from stoker.cli.serve_node import serve_node
 from stoker.cli.serve_settings import SECTIONS, MembershipSettings, ServeSettings, for_network, serve_settings
-from stoker.cli.serving import EXIT_INTERRUPTED, Signals, drained, listen, progress_line
+from stoker.cli.serving import EXIT_INTERRUPTED, Signals, drained, progress_line
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ async def _serve(model: str | None, settings: ServeSettings) -> int:
     network = _Network(
         _fleet_host(membership.advertise, endpoint.host, gateways), gateways, secret, _api_key(membership)
     )
-    listener = listen(endpoint.host, endpoint.port)  # before the model is loaded, so that a taken port is noticed now
+    listener = bound_socket(
+        endpoint.host, endpoint.port
+    )  # before the model is loaded, so that a taken port is noticed now
     allow_files(_FILES)
     spawned = spawn_engine(os.environ, _folder_named(model))
     timeline.add("server: process", timeline.origin_s, time.time())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from stoker.base.errors import ConfigError
 from stoker.base.output import print_message
 from stoker.checkpoint.progress import Progress
 
@@ -23,19 +21,6 @@ class Drainable(Protocol):
     def num_running(self) -> int: ...
 
     async def wait_idle(self) -> None: ...
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to this address. Raise ConfigError if that is not possible."""
-    try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(address[0], address[1])
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address[4])
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
-    return listener
 
 
 async def drained(server: Drainable, seconds: float) -> None:

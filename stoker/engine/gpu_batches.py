@@ -28,7 +28,7 @@ def can_page(kv: DeviceKv) -> bool:
 
 def _has_kernels(like: Tensor, group: GroupKv) -> bool:
     if group.kind == "latent":
-        return mla.fits(like, group.all_pages, group.page_tokens, group.width)
+        return mla.fits(like, group.page_tokens, group.width)
     return fits(like, group.block_tokens, group.width)
 
 

@@ -53,7 +53,7 @@ class Grammars(Protocol):
 
 
 class NoGrammars:
-    """For an engine without a vocabulary: every grammar is rejected."""
+    """Rejects every grammar, because the engine has no vocabulary."""
 
     def prepare(self, spec: GrammarSpec) -> object:
         raise _not_supported(spec)

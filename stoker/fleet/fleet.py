@@ -130,8 +130,8 @@ class Fleet:
 
     def saw_probe(self, worker_id: WorkerId, *, live: bool, ready: bool, now: float) -> None:
         member = self._members.get(worker_id)
-        if member is not None:
-            member.health.saw_probe(live, ready, now)
+        # Every worker is probed every second. A large pool is built again only if a probe shows something new.
+        if member is not None and member.health.saw_probe(live, ready, now):
             self._invalidate()
 
     def saw_models(self, worker_id: WorkerId, names: Sequence[str]) -> None:

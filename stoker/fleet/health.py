@@ -147,15 +147,17 @@ class WorkerHealth:
             times.append(now + self._settings.slow_start_s / 50)  # the slow start rises in 50 steps
         return min((time for time in times if time > now), default=float("inf"))
 
-    def saw_probe(self, live: bool, ready: bool, now: float) -> None:
-        was_up = self._live and self._ready
+    def saw_probe(self, live: bool, ready: bool, now: float) -> bool:
+        """Record a probe, and return whether the state changed."""
+        was_up, before = self._live and self._ready, (self._live, self._ready)
         self._live, self._ready = live, ready
+        changed = (live, ready) != before
         if not (live and ready):
-            return
+            return changed
         if not was_up:
             self._slow_start_at = now
         if self._breaker is not Breaker.OPEN:
-            return
+            return changed
         # A worker that went down and came back is a new process: its old failures say nothing about it.
         # A worker that refused connections and now answers is tried at once.
         # A worker that answered all probes while it failed requests must wait for its backoff.
@@ -163,6 +165,7 @@ class WorkerHealth:
             self._close_on_probation(now)
         elif self._opened_by in _UNREACHABLE:
             self._retry_at = min(self._retry_at, now)
+        return True
 
     def saw_first_token(self, now: float) -> bool:
         """Record a first token, and return whether the state changed.

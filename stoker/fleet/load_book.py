@@ -43,7 +43,7 @@ class WorkerLoad:
 
     @property
     def draining_tokens(self) -> float:
-        """By how much the queued tokens fall before the oldest unfinished prompt has its first token."""
+        """The number of queued tokens that are computed before the oldest unfinished prompt has its first token."""
         oldest = next(iter(self._prefilling), None)
         return self.queued_tokens - (self.prefill_tokens - oldest.prefill_tokens if oldest is not None else 0)
 
@@ -91,6 +91,7 @@ class LoadBook:
         self._loads: dict[WorkerId, WorkerLoad] = {}
         # Prompt tokens and requests that were reserved, since the start.
         self.arrived_tokens = self.arrived_requests = 0
+        self._faded_s, self._fade = 0.0, 1.0  # the last elapsed time, and what it leaves of the averages
         self._changed: set[WorkerId] = set()  # at most one entry for each worker
 
     def take_changed(self) -> set[WorkerId]:
@@ -181,18 +182,22 @@ class LoadBook:
         if elapsed <= 0:
             return
         load._as_of = now
-        fade = exp(-elapsed * self._decay_per_s)
+        if elapsed != self._faded_s:  # in one decision, most workers were last read at the same time
+            self._faded_s, self._fade = elapsed, exp(-elapsed * self._decay_per_s)
+        fade = self._fade
         load.recent_requests *= fade
         load.recent_tokens *= fade
         load.recent_returns *= fade
-        area = 0.0  # integral of the queued tokens over the elapsed time
         if load.queued_tokens:
             oldest = next(iter(load._prefilling))
             behind, before = load.prefill_tokens - oldest.prefill_tokens, load.queued_tokens
             after = load.queued_tokens = max(float(behind), before - elapsed * load._tokens_per_s)
             drain_s = min(elapsed, (before - after) / load._tokens_per_s) if before > after else 0.0
+            # The integral of the queued tokens over the elapsed time.
             area = drain_s * (before + after) / 2 + (elapsed - drain_s) * after
-        load.mean_queued_tokens = load.mean_queued_tokens * fade + area / elapsed * (1 - fade)
+            load.mean_queued_tokens = load.mean_queued_tokens * fade + area / elapsed * (1 - fade)
+        else:
+            load.mean_queued_tokens *= fade
 
     def _release_prefill(self, reservation: Reservation, now: float) -> None:
         load = reservation._load

@@ -16,7 +16,7 @@ from stoker.base.ids import WorkerId
 Runs = Sequence[tuple[int, int]]  # (bits of workers, their leading blocks), by ascending blocks; none of zero
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Match:
     """How many leading blocks of a conversation one worker holds. Each tier counts only blocks not in a faster tier."""
 
@@ -32,7 +32,7 @@ class Match:
 class PrefixMatches(Mapping[WorkerId, Match]):
     """A Match for every worker that has at least the first block, in its own tiers or in a shared store."""
 
-    __slots__ = ("_bits", "_device", "_disk", "_host", "_ids")
+    __slots__ = ("_bits", "_device", "_disk", "_host", "_ids", "_on_device")
 
     def __init__(
         self, bits: Mapping[WorkerId, int], ids: Mapping[int, WorkerId], device: Runs, host: Runs, disk: Runs
@@ -43,6 +43,8 @@ class PrefixMatches(Mapping[WorkerId, Match]):
         self._device = device
         self._host = host
         self._disk = disk
+        # Where no other tier holds anything, all workers of a run share one entry.
+        self._on_device = [(mask, Match(blocks)) for mask, blocks in disk] if disk is device else None
 
     @property
     def most_blocks(self) -> int:
@@ -87,10 +89,10 @@ class PrefixMatches(Mapping[WorkerId, Match]):
     def get(self, worker_id: WorkerId, default: Match | None = None) -> Match | None:  # type: ignore[override]
         """Return the worker's entry. It is written out, because the router calls it for each candidate."""
         bit = self._bits.get(worker_id, 0)
-        if self._disk is self._device:
-            for mask, blocks in self._disk:
+        if self._on_device is not None:
+            for mask, match in self._on_device:
                 if mask & bit:
-                    return Match(blocks)
+                    return match
             return default
         try:
             return self[worker_id]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stoker.base.bound_socket import shared_socket
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
 from stoker.base.orphans import die_with
@@ -45,7 +45,7 @@ class ProcessSupervisor:
 
     def __init__(self, count: int, command: Callable[[int, Sequence[int], bool], Sequence[str]]) -> None:
         self._command = command
-        self._held = [shared_listener("127.0.0.1", 0) for _ in range(count)]
+        self._held = [shared_socket("127.0.0.1", 0) for _ in range(count)]
         self.ports = [one.getsockname()[1] for one in self._held]
         self._processes = [GatewayProcess(number) for number in range(count)]
         self._stopping = False
@@ -126,16 +126,3 @@ class ProcessSupervisor:
             one.pause_s = min(2 * one.pause_s, _LONGEST_PAUSE_S)
             one.restarts += 1
             self._start(one)
-
-
-def shared_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to a port which several processes share. It gets connections only if it listens."""
-    try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        held = socket.socket(address[0], address[1])
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(address[4])
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
-    return held

@@ -1,4 +1,4 @@
-"""The routing classes of a gateway: the plain ones, or with `--record` those that write down what they are told."""
+"""The routing classes of a gateway: the plain ones, or with `--record` those that record each call."""
 
 from __future__ import annotations
 

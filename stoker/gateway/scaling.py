@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from stoker.autoscale.autoscaler import Autoscaler
 from stoker.autoscale.decision import Action, Decision, Flip, Keep, Start, Stop
@@ -24,7 +25,6 @@ from stoker.base.long_task import TaskErrors, repeat
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import Role
-from stoker.gateway.admission.admission import Admission
 from stoker.gateway.duties import Duties
 from stoker.proto.admin_api import ScaleDecision, ScaleWishes, StartWish
 
@@ -72,13 +72,20 @@ class ScaleBoard:
         return list(self._stops)
 
 
+class WaitingRequests(Protocol):
+    """Where requests wait for a worker."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
 @dataclass(slots=True, eq=False)
 class FleetSampler:
     """Reads the fleet for the autoscaler. Rates and percentiles are those since the last sample."""
 
     fleet: Fleet
     load_book: LoadBook
-    admission: Admission
+    admission: WaitingRequests
     ttft_s: Histogram
     warm_s: float = 0.0
     _last: tuple[float, int, int] | None = None  # time, arrived tokens and requests

@@ -1,1 +1,1 @@
-"""Records what a gateway's routing classes are told, and runs the recording again."""
+"""Records the calls to a gateway's routing classes, and replays the recording."""

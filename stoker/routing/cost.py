@@ -126,8 +126,8 @@ def cost(query: RouteQuery, candidate: Candidate, scene: Scene) -> Reason:
     if candidate.output_tokens:
         resident = load.context_tokens + load.output_tokens + query.num_tokens
         decode_s = candidate.output_tokens * member.step_s * (1 + resident / settings.crowd_tokens)
-    if member.kv_used:
-        kv_s = settings.kv_pressure_s * member.kv_used / max(0.02, 1 - member.kv_used)
+    if kv_used := member.kv_used:
+        kv_s = settings.kv_pressure_s * kv_used / (1 - kv_used if kv_used < 0.98 else 0.02)
 
     delayed = scene.returns_per_s * load.recent_requests * (queue_s + compute_s / 2)
     others_s = compute_s * (settings.stall_share * load.decoding + delayed)

@@ -80,12 +80,15 @@ class Sessions:
         last = None
         for worker in workers:
             sessions = self._last_seen.get(worker)
-            if sessions:
-                before = len(sessions)
-                last = sessions.pop(session, last)
+            if not sessions:
+                continue
+            before = len(sessions)
+            if session in sessions:
+                last = sessions.pop(session)
+            if before > _MAX_PER_WORKER or (sessions and next(iter(sessions.values())) <= ended_at):
                 for ended in _drop_ended(sessions, ended_at):
                     self._places.pop(ended, None)
-                self._total += len(sessions) - before
+            self._total += len(sessions) - before
         for worker in chosen:
             if worker not in self._last_seen:
                 self._forget_workers_without_sessions(ended_at)
@@ -121,12 +124,12 @@ class Sessions:
 def _num_alive(sessions: dict[str, float] | None, ended_at: float) -> int:
     if not sessions:
         return 0
-    num_ended = 0
+    count = len(sessions)
     for last_s in sessions.values():
         if last_s > ended_at:
             break
-        num_ended += 1
-    return len(sessions) - num_ended
+        count -= 1
+    return count
 
 
 def _drop_ended(sessions: dict[str, float], ended_at: float) -> list[str]:

@@ -26,6 +26,10 @@ class Drafting(Protocol):
     """Decides which drafts a step verifies, and how many a draft model guesses after it."""
 
     @property
+    def uses_costs(self) -> bool:
+        """Whether `plan` looks at the costs. If not, they need not be fitted for each step."""
+
+    @property
     def num_guesses(self) -> int:
         """The guesses that a draft model makes for each row after the step that was planned last."""
 
@@ -57,6 +61,7 @@ class Drafting(Protocol):
 class NoDrafting:
     """No sequence ever has a draft."""
 
+    uses_costs = False
     num_guesses = 0
 
     def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:

@@ -64,8 +64,8 @@ class StepTimes:
         self._fitted = 0  # number of the measurement after which `_costs` were fitted
         self._costs = StepCosts()
 
-    def record(self, num_tokens: int, num_rows: int, step_s: float, num_guesses: int = 0) -> None:
-        """Add a measured step of `num_tokens` tokens, one or more for each of its rows, and `num_guesses` after them."""
+    def record(self, num_tokens: int, num_rows: int, step_s: float, num_guesses: int = 0, count: int = 1) -> None:
+        """Add `count` measured steps of `num_tokens` tokens, one or more for each of its rows, and `num_guesses` after them."""
         if not _MIN_S <= step_s <= _MAX_S:
             return
         key = (num_rows.bit_length(), (num_tokens - num_rows).bit_length(), num_guesses)
@@ -73,9 +73,10 @@ class StepTimes:
         self._classes[key] = cls
         if len(self._classes) > _MAX_CLASSES:
             del self._classes[next(iter(self._classes))]
-        self._num_recorded += 1
+        self._num_recorded += count
         cls.updated = self._num_recorded
-        cls.samples.append((step_s, num_tokens, num_rows, num_guesses))
+        for _ in range(count if count < _SAMPLES else _SAMPLES):
+            cls.samples.append((step_s, num_tokens, num_rows, num_guesses))
 
     @property
     def largest_tokens(self) -> int:

@@ -10,8 +10,10 @@ from stoker.sched.residency import Residency
 from stoker.sched.sequence import Sequence, SequenceState
 from stoker.sched.sequence_queues import SequenceQueues
 from stoker.sched.step_budget import StepBudget
+from stoker.sched.step_costs import StepCosts
 from stoker.sched.step_size import StepSize
 
+_NO_COSTS = StepCosts()
 _MIXED_DRAFT_PART = 4  # drafts take at most one in this many of the tokens that a mixed step has left for prompts
 
 
@@ -84,7 +86,8 @@ class StepFiller:
         `mixed`: prompts compete for this step's tokens. Drafts then take at most a part of what is left.
         """
         budget = builder.budget // _MIXED_DRAFT_PART if mixed else builder.budget
-        wanted = self._drafting.plan(list(builder.counts), budget, self._step_size.costs)
+        costs = self._step_size.costs if self._drafting.uses_costs else _NO_COSTS
+        wanted = self._drafting.plan(list(builder.counts), budget, costs)
         for seq, num_drafts in wanted.items():
             # Drafts after the sequence's last token would be useless.
             num_drafts = min(num_drafts, builder.budget, seq.max_tokens - len(seq.token_ids) - seq.num_pending - 1)

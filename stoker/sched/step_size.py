@@ -41,9 +41,9 @@ class StepSize:
     def costs(self) -> StepCosts:
         return self._times.costs
 
-    def record(self, num_tokens: int, num_rows: int, step_s: float, num_guesses: int = 0) -> None:
-        """Take in the measured time of a step."""
-        self._times.record(num_tokens, num_rows, step_s, num_guesses)
+    def record(self, num_tokens: int, num_rows: int, step_s: float, num_guesses: int = 0, count: int = 1) -> None:
+        """Take in the measured time of a step, or of `count` equal ones."""
+        self._times.record(num_tokens, num_rows, step_s, num_guesses, count)
 
     def limit(self, num_decodes: int, queued_tokens: int) -> int:
         """Return the token limit of a step in which `num_decodes` sequences decode and `queued_tokens` wait for prefill."""

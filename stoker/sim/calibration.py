@@ -6,7 +6,7 @@ The time of a step is
 
 `curve` is linear between its knots: a step of few tokens is bound by reading the weights, one of many by arithmetic.
 `context` is what each token of context of a decoding row costs. `attention` is the cost of one pair of a prompt token and a
-token before it.
+token before it. On a CPU, decode-only steps of equal work differ. `jitter` says by how much; longer steps average it out.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class StepModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_s: float = 0.0  # for each row that samples
     context_s: float = 0.0  # for each token of context of a decoding row
     attention_s: float = 0.0  # for each pair of a prompt token and a token before it
+    jitter: list[float] = []  # measured over typical time of decode-only steps, in equally likely parts; empty: none
 
     def curve_s(self, num_tokens: int) -> float:
         """Return the curve's value. It is extended linearly beyond its last two knots."""
@@ -188,6 +189,7 @@ def check_calibration(found: Calibration, where: str) -> None:
     positive: dict[str, float] = {
         **{f"shape.{name}": getattr(shape, name) for name in shape.__struct_fields__ if name != "steps_ahead"},
         **{f"step.knot_s[{i}]": value for i, value in enumerate(step.knot_s)},
+        **{f"step.jitter[{i}]": value for i, value in enumerate(step.jitter)},
         "transfer.bytes_per_s": found.transfer.bytes_per_s,
         **{f"tiers.{name}.bytes_per_s": tier.bytes_per_s for name, tier in found.tiers.items()},
     }

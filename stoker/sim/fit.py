@@ -13,7 +13,7 @@ from stoker.sim.summary import quantile
 
 _DAMPING = 1e-6
 _ROUNDS = 12
-_SMALL_ERROR = 0.01  # smaller errors count alike
+_SMALL_ERROR = 0.1  # smaller errors count by their squares, larger ones by their amount
 _MIN_RANGE = 0.02  # no machine repeats itself better than this
 _MAX_RANGE = 0.9
 
@@ -38,20 +38,28 @@ def prompt_step(num_tokens: int, cached_tokens: int, seconds: float, held_out: b
     return MeasuredStep(StepWork(num_tokens, 1, 0, pairs, cached_tokens + num_tokens), seconds, held_out)
 
 
-def fit(steps: Sequence[MeasuredStep], max_rows: int) -> tuple[StepModel, CalibratedBounds, Residuals]:
-    """Return the model, the bounds of the measurements, and the errors."""
+def mixed_step(rows: int, context: int, num_tokens: int, seconds: float, held_out: bool) -> MeasuredStep:
+    """Return a measured step in which `rows` rows decoded with `context` tokens each, and a prompt was computed."""
+    pairs = num_tokens * (num_tokens + 1) / 2
+    work = StepWork(rows + num_tokens, rows + 1, rows * context, pairs, max(context, num_tokens))
+    return MeasuredStep(work, seconds, held_out)
+
+
+def fit(
+    steps: Sequence[MeasuredStep], max_rows: int, jitter: Sequence[float] = ()
+) -> tuple[StepModel, CalibratedBounds, Residuals]:
+    """Return the model, the bounds of the measurements, and the errors.
+
+    The errors of held out steps are those of a model that was fitted without them. The returned model is fitted to all.
+    """
     used = [one for one in steps if not one.held_out]
     if len({one.work.tokens for one in used}) < 2:
         raise ConfigError(
             f"{len(used)} shapes of steps were measured, which is too few for a fit; measure more lengths"
         )
-    knots = _knots(sorted({one.work.tokens for one in used}))
-    rows = [_equation(one.work, knots) for one in used]
-    equations = [[x / one.seconds for x in row] for row, one in zip(rows, used, strict=True)]
-    found = _fit_robustly(equations)
-    values = [max(value, 1e-9) for value in found[: len(knots)]]
-    model = StepModel(knots, values, *found[len(knots) :])
-    samples = [_sample(model, one) for one in steps]
+    judged, model = _fitted(used), _fitted(steps)
+    model = StepModel(model.knots, model.knot_s, model.row_s, model.context_s, model.attention_s, list(jitter))
+    samples = [_sample(judged if one.held_out else model, one) for one in steps]
     errors = sorted(abs(one.error) for one in samples)
     p90 = quantile(errors, 0.9)
     bounds = CalibratedBounds(
@@ -60,6 +68,16 @@ def fit(steps: Sequence[MeasuredStep], max_rows: int) -> tuple[StepModel, Calibr
         context_tokens=max(one.work.longest for one in steps),
     )
     return model, bounds, Residuals(median(errors), p90, min(_MAX_RANGE, max(_MIN_RANGE, p90)), samples)
+
+
+def _fitted(steps: Sequence[MeasuredStep]) -> StepModel:
+    knots = _knots(sorted({one.work.tokens for one in steps}))
+    rows = [_equation(one.work, knots) for one in steps]
+    equations = [[x / one.seconds for x in row] for row, one in zip(rows, steps, strict=True)]
+    found = _fit_robustly(equations)
+    values = [max(value, 1e-9) for value in found[: len(knots)]]
+    row_s, context_s, attention_s = found[len(knots) :]
+    return StepModel(knots, values, row_s, context_s, attention_s)
 
 
 def _knots(sizes: Sequence[int]) -> list[int]:
@@ -86,7 +104,7 @@ def _equation(work: StepWork, knots: Sequence[int]) -> list[float]:
 
 
 def _fit_robustly(equations: list[list[float]]) -> list[float]:
-    """Fit with the absolute errors instead of their squares: a step that a busy machine delayed is ignored."""
+    """Fit with the amounts of large errors instead of their squares: a step that a busy machine delayed hardly counts."""
     weights = [1.0] * len(equations)
     found: list[float] = []
     for _ in range(_ROUNDS):

@@ -22,7 +22,7 @@ _BUSY = 0.85  # a worker that computes for a larger share of the time is a bottl
 
 @dataclass(frozen=True, slots=True)
 class SearchGoal:
-    """At least `share` of the requests keep the latency goal."""
+    """The goal that at least `share` of the requests keep the latency goal."""
 
     latency: LatencyGoal
     share: float = 0.95

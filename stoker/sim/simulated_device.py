@@ -105,11 +105,23 @@ class SimulatedDevice:
         first_s = (self._curve_s(num_tokens) + self._step.row_s * rows + self._step.attention_s * pairs) * self.slowdown
         context_s = self._step.context_s * self.slowdown
         num_steps = 1 + min([span.num_drafts for span in plan.spans]) if is_run else 1
+        durations_s: Iterable[float] = (first_s + context_s * (context + i * rows) for i in range(num_steps))
+        if self._step.jitter and not pairs:
+            durations_s = [self._jittered(one_s, self.num_steps + i) for i, one_s in enumerate(durations_s)]
         self.num_steps += num_steps
         bounds = self._bounds
         if rows > bounds.rows or num_tokens > bounds.step_tokens or longest > bounds.context_tokens:
             self.num_outside += num_steps
-        return RunningStep(plan, now_s, (first_s + context_s * (context + i * rows) for i in range(num_steps)))
+        return RunningStep(plan, now_s, durations_s)
+
+    @property
+    def is_steady(self) -> bool:
+        """True if the times of the steps in a run rise evenly."""
+        return not self._step.jitter
+
+    def _jittered(self, step_s: float, number: int) -> float:
+        jitter = self._step.jitter
+        return step_s * jitter[int(uniform(self._seed, "jitter", number) * len(jitter))]
 
     def sampled(self, step: RunningStep) -> list[list[int]]:
         """Return the tokens of each span of a step that has ended."""

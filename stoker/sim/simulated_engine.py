@@ -29,11 +29,11 @@ from stoker.sim.simulated_device import RunningStep, SimulatedDevice, Speculatio
 from stoker.sim.simulated_store import SimulatedStore
 
 FINGERPRINT = "simulated"
+MOVED = "moved"
 _RUN_SHARE = 64  # a run of steps takes at most one in this many of the pool's tokens ahead of time
 _MAX_OFFERS = 4096
 _REPORT_EVERY_S, _REPORT_AT_MOST_EVERY_S = 0.25, 0.02  # as in worker/report.py
 _LEASE_S = 30.0
-_MEMORY_STEPS = 16  # of a run, at most this many steps are recorded: older ones would hardly count
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class EngineJob:
         """The last token has been sampled. `ticket`: the KV is held for another worker."""
 
     def failed(self, kind: str) -> None:
-        """The engine cannot continue. `kind` is one of the kinds of `Fleet.saw_failure`, or refused."""
+        """The engine does not continue. `kind` is one of the kinds of `Fleet.saw_failure`, refused or MOVED."""
 
 
 class EngineObserver(Protocol):
@@ -65,6 +65,9 @@ class EngineObserver(Protocol):
     def gap(self, seconds: float, count: int) -> None:
         """`count` tokens were sampled this long after the one before them."""
 
+    def gap_run(self, first_s: float, last_s: float, num_steps: int, count: int) -> None:
+        """The same for `num_steps` steps, whose times rise evenly from the first to the last."""
+
 
 class _PoolEvents:
     """Collects the blocks that a pool names and forgets during a step."""
@@ -78,6 +81,16 @@ class _PoolEvents:
 
     def forgot(self, key: BlockKey) -> None:
         self.forgotten.append(key)
+
+
+def calibrated_rates(calibration: Calibration) -> StepRates:
+    """Return the rates of a worker that has run before: of whole prefill steps, and of decode-only steps of one row."""
+    shape, step, bounds = calibration.shape, calibration.step, calibration.bounds
+    num_tokens = max(1, min(shape.step_tokens, bounds.step_tokens))
+    rates = StepRates()
+    rates.record_prefill(num_tokens, step.seconds(num_tokens, 1, 0, num_tokens * num_tokens / 2), 1)
+    rates.record_decode(step.seconds(1, 1, min(num_tokens, bounds.context_tokens), 0.0), 1)
+    return rates
 
 
 class SimulatedEngine:
@@ -125,7 +138,7 @@ class SimulatedEngine:
             max_heads=None if drafts else shape.max_rows + shape.step_tokens,
         )
         self.scheduler = Scheduler(config, self.pool, self._runs)
-        self.rates = StepRates()
+        self.rates = calibrated_rates(self._calibration)
         self._jobs: dict[RequestId, EngineJob] = {}
         self._inbox: deque[tuple[GenerateRequest, int]] = deque()  # with the number of steps that end before
         self._num_steps = 0  # that have ended
@@ -182,9 +195,19 @@ class SimulatedEngine:
             self.cancel(request_id)
             job.failed("lost")
 
+    def move_clients(self) -> None:
+        """Give all requests back to the gateway, which continues them on other workers."""
+        for request_id, job in list(self._jobs.items()):
+            self.cancel(request_id)
+            job.failed(MOVED)
+
     @property
     def num_open(self) -> int:
         return len(self._jobs)
+
+    def report(self) -> None:
+        """Publish the load now, as a worker does when a gateway subscribes."""
+        self._report(0.0)
 
     # ---- the loop
 
@@ -273,9 +296,10 @@ class SimulatedEngine:
         self.busy_s += busy_s
         step_s = busy_s / num_steps
         chunks = scheduler.commit(StepResult(self.device.sampled(step), step_s if num_steps == 1 else 0.0))
-        for _ in range(min(num_steps, _MEMORY_STEPS) if num_steps > 1 else 0):
-            scheduler.step_size.record(len(plan.spans), len(plan.spans), step_s)
-        for _ in range(min(num_steps, _MEMORY_STEPS)):
+        if num_steps > 1:
+            scheduler.step_size.record(len(plan.spans), len(plan.spans), step_s, count=num_steps)
+            self.rates.record_decode(step_s, num_steps)
+        else:
             self.rates.record(plan, step_s)
         self._deliver(step, chunks)
         self._move_kv()
@@ -306,11 +330,15 @@ class SimulatedEngine:
                 del jobs[request_id]
                 self._is_blocked = False
                 ended.append((job, chunks.usages[i], chunks.tickets.get(i)))
-        gap = self._observer.gap
+        observer = self._observer
         for gap_s, count in gaps.items():
-            gap(gap_s, count)
-        for at in range(1, num_steps):
-            gap(ends_s[at] - ends_s[at - 1], num_rows)
+            observer.gap(gap_s, count)
+        if num_steps > 1 and not self.device.is_steady:
+            for at in range(1, num_steps):
+                observer.gap(ends_s[at] - ends_s[at - 1], num_rows)
+        elif num_steps > 1:
+            second_s, final_s = ends_s[1] - first_s, last_s - ends_s[num_steps - 2]
+            observer.gap_run(second_s, final_s, num_steps - 1, num_rows)
         for job, usage, ticket in ended:
             job.ended(usage, ticket)
         if ended:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stoker.base.errors import Overloaded
+from stoker.base.histogram import Histogram
 from stoker.base.ids import BlockKey, RequestId, WorkerId
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_matches import PrefixMatches
-from stoker.fleet.spec import LoadReport, WorkerSpec
+from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.admission.fair_queue import ADMITTED, WAITING, FairQueue, Ticket
@@ -28,7 +29,7 @@ from stoker.sched.request import GenerateRequest, SamplingParams, TokenUsage
 from stoker.sim.calibration import HostCosts
 from stoker.sim.event_loop import EventLoop
 from stoker.sim.records import RequestRecords
-from stoker.sim.simulated_engine import FINGERPRINT, EngineJob, SimulatedEngine
+from stoker.sim.simulated_engine import FINGERPRINT, MOVED, EngineJob, SimulatedEngine
 from stoker.sim.workloads.workload import SimTurn
 
 MODEL = "model"
@@ -36,6 +37,7 @@ _EXPIRE_EVERY_S = 0.05  # as in gateway/admission/admission.py
 _MAX_ATTEMPTS = 3
 _CONNECT_S = 0.001  # a refused connection is noticed at once
 _ROOT = root_key(FINGERPRINT)
+_TTFT_BOUNDS_S = tuple(0.01 * 1.2**i for i in range(50))
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +56,7 @@ class SimCall:
     route: Route | None = None
     excluded: frozenset[WorkerId] = frozenset()
     attempts: int = 0
+    num_moves: int = 0  # attempts that ended because the worker got another role
     num_output: int = 0  # tokens that the client has
     first_token_s: float | None = None
     cached_tokens: int | None = None
@@ -97,6 +100,7 @@ class SimulatedGateway:
         self.router = Router(self.fleet, self.load_book, self.indexes, settings=router)
         self.engines: dict[WorkerId, SimulatedEngine] = {}
         self.unreachable: set[WorkerId] = set()
+        self.ttft_s = Histogram(_TTFT_BOUNDS_S)
         self._loop = loop
         self._host = host
         self._block_tokens = block_tokens
@@ -112,11 +116,17 @@ class SimulatedGateway:
         self.engines[spec.worker_id] = engine
         self.fleet.add(spec, self._loop.now_s)
         self._index.set_capacity(spec.worker_id, None)
+        engine.report()
 
     @property
     def num_open(self) -> int:
         """Requests that are queued or in flight. Zero at the end of every run."""
         return self._queue.num_waiting + self._queue.num_in_flight
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no worker has yet."""
+        return self._queue.num_waiting
 
     # ---- from the clients
 
@@ -231,6 +241,7 @@ class SimulatedGateway:
             call.cached_tokens = usage.cached_tokens
         if call.first_token_s is None:
             call.first_token_s = now_s + self._host.write_s
+            self.ttft_s.observe(call.first_token_s - call.started_s)
             if call.ticket is not None:
                 self._queue.first_token(call.ticket, now_s)
         if job.leg is route.decode:
@@ -264,11 +275,14 @@ class SimulatedGateway:
         if kind == "refused":
             self._end(call, "too_long")
             return
-        self.fleet.saw_failure(worker_id, now_s, kind)
         call.num_output += job.num_tokens
         self._leave(call)
-        call.excluded |= {worker_id}
-        if call.attempts >= _MAX_ATTEMPTS:
+        if kind == MOVED:
+            call.num_moves += 1
+        else:
+            self.fleet.saw_failure(worker_id, now_s, kind)
+            call.excluded |= {worker_id}
+        if call.attempts - call.num_moves >= _MAX_ATTEMPTS:
             self._end(call, "failed")
         elif call.num_output >= call.turn.output_tokens:
             self._end(call, "ok")
@@ -318,7 +332,17 @@ class SimulatedGateway:
         self.fleet.saw_report(worker_id, report, self._loop.now_s)
 
     def gap(self, seconds: float, count: int) -> None:
-        self._records.add_gap(seconds, count)
+        self._records.gaps.add(seconds, count)
+
+    def gap_run(self, first_s: float, last_s: float, num_steps: int, count: int) -> None:
+        self._records.gaps.add_run(first_s, last_s, num_steps, count)
+
+    # ---- operations
+
+    def change_role(self, worker_id: WorkerId, role: Role) -> None:
+        """Give a worker another role. Its requests continue on other workers, which compute their tokens again."""
+        self.fleet.set_role(worker_id, role, self._loop.now_s)
+        self.engines[worker_id].move_clients()
 
     # ---- faults
 

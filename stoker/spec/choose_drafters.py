@@ -14,7 +14,7 @@ OFF, AUTO = "off", "auto"
 # Draft models, which guess on the device (engine/device_drafter.py): a head in a folder, and a layer of the model's own files.
 EAGLE3, MTP = "eagle3", "mtp"
 _DRAFT_MODELS = (EAGLE3, MTP)
-# In the order in which they are asked while none was right more often than another.
+# The order in which drafters are called while their guesses were right equally often.
 _AUTO_DRAFTERS = ("prediction", "cache", "suffix", "ngram", GRAMMAR)
 
 

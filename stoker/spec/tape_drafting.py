@@ -69,6 +69,7 @@ class TapeDrafting:
     """
 
     def __init__(self, drafters: Mapping[str, TapeDrafter], counts: DraftCounts, model: str | None = None) -> None:
+        self.uses_costs = True
         self._drafters = drafters
         self._model = model
         self._counts = counts

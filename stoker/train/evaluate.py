@@ -38,6 +38,7 @@ class EveryDraft:
     """Verifies every draft. In a server, the engine verifies fewer where that is faster, which depends on the machine."""
 
     def __init__(self, drafting: Drafting) -> None:
+        self.uses_costs = False
         self._drafting = drafting
 
     @property

@@ -49,7 +49,7 @@ def read_state(url: str, get: Callable[[str], bytes]) -> TopState:
 
 @dataclass(frozen=True, slots=True)
 class TopLook:
-    """How it is drawn. `height` None: all lines are shown."""
+    """The size and colours of the view. `height` None: all lines are shown."""
 
     width: int = 100
     height: int | None = None

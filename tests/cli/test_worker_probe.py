@@ -43,6 +43,25 @@ def test_prompts_with_a_cached_head_are_measured() -> None:
     assert [(one.rows, one.context, one.prompt_tokens) for one in found.steps] == [(1, 5, 0), (0, 48, 16)]
 
 
+def test_steps_with_rows_and_a_prompt_are_the_longest_gaps_of_the_rows() -> None:
+    """The prompt of 50 tokens arrives while the others are answered."""
+    with running(ScriptedServer(words)) as server:
+        found = asyncio.run(probe_worker([Target(server.url)], "m", 1000, [], [], repeats=1, mixed=[(2, 50)]))
+        order = [(len(seen.body["prompt"]), seen.body["max_tokens"]) for seen in server.seen[-3:]]
+    assert order == [(16, 40), (16, 40), (50, 1)]
+    step = found.steps[-1]
+    assert (step.rows, step.prompt_tokens) == (2, 50)
+    assert step.seconds >= found.steps[0].seconds  # the longest gap, not the typical one
+
+
+def test_jitter_is_relative_to_the_typical_gap() -> None:
+    with running(ScriptedServer(words)) as server:
+        found = asyncio.run(probe_worker([Target(server.url)], "m", 1000, [], [(2, 16)], repeats=2))
+    assert len(found.jitter) == 20
+    assert found.jitter == sorted(found.jitter)
+    assert found.jitter[0] <= 1.0 <= found.jitter[-1]
+
+
 def test_a_server_without_cached_tokens_has_no_such_steps() -> None:
     with running(ScriptedServer(words)) as server:
         found = asyncio.run(probe_worker([Target(server.url)], "m", 1000, [], [], repeats=1, follow_ups=[(48, 16)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from stoker.gateway.store.location import StoreLocation
 from stoker.gateway.store.sqlite import SqliteStore
 from stoker.gateway.store.store import Store, StoreRefused, StoreTimeout, StoreUnavailable, Tables, Transaction
 from stoker.gateway.store.store_threads import StoreThreads
+from stoker.gateway.store.watched import WatchedStore
 
 # How each store is opened; a second call with the same folder opens the same data.
 STORES: dict[str, Callable[[Path, str], Store]] = {
@@ -81,6 +83,15 @@ def test_values_that_cannot_be_stored_are_refused_and_the_rest_rolled_back(opene
     for bad in (None, 1 << 70):
         with pytest.raises(StoreRefused):
             add_all(store, {"a": 1, "b": bad})
+    assert values(store) == {}
+
+
+def test_a_reader_that_asks_for_an_impossible_value_is_no_failure_of_the_store(opened: Open) -> None:
+    """Clients choose what is looked for, such as a session. They must not make the store look unavailable."""
+    store = WatchedStore(opened())
+    with suppress(StoreRefused), store.snapshot() as reader:
+        assert list(reader.execute("SELECT * FROM counts WHERE name = ?", ("a\0b",))) == []
+    assert (store.trouble, store.num_failures) == (None, 0)
     assert values(store) == {}
 
 

@@ -150,6 +150,7 @@ def run_like_a_gpu(monkeypatch: pytest.MonkeyPatch, graphs: type[NothingCaptured
         ("qwen3", AllCaptured, WITH_EXTRAS, 4, "auto", True),  # sampled by the reference, with preemption
         ("qwen3", NothingCaptured, PLAIN[:3], 64, "int8", False),
         ("deepseek", NothingCaptured, PLAIN[:2], 64, "auto", True),
+        ("deepseek", NothingCaptured, PLAIN[:1], 64, "fp8_e4m3", False),
         ("gpt-oss", AllCaptured, PLAIN[:2], 64, "auto", True),
         ("llama4-scout", NothingCaptured, PLAIN[:2], 64, "auto", True),
     ],

@@ -104,3 +104,16 @@ def test_both_limits_can_be_turned_off() -> None:
 def test_a_share_above_one_is_rejected() -> None:
     with pytest.raises(ConfigError, match="max_ejected_share"):
         HealthSettings(max_ejected_share=1.5)
+
+
+def test_a_pool_is_built_again_only_if_a_probe_shows_something_new() -> None:
+    fleet = Fleet()
+    for name in ("a", "b"):
+        fleet.add(WorkerSpec(worker_id=WorkerId(name), url="", models=("m",)), 0.0)
+    before = fleet.pool("m", 1.0)
+    fleet.saw_probe(WorkerId("a"), live=True, ready=True, now=1.0)
+    assert fleet.pool("m", 1.0) is before
+    fleet.saw_probe(WorkerId("a"), live=True, ready=False, now=1.1)
+    assert [member.worker_id for member in fleet.pool("m", 1.1).members] == ["b"]
+    fleet.saw_probe(WorkerId("a"), live=True, ready=True, now=1.2)
+    assert [member.worker_id for member in fleet.pool("m", 1.2).members] == ["a", "b"]

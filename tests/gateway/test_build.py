@@ -19,9 +19,10 @@ from mocks import JSON, MockWorker, Script
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from waiting import LONG_S, until
 
-from stoker.gateway import build
-from stoker.gateway.build import GatewayServer, build_gateway
+from stoker.gateway import gateway_server
+from stoker.gateway.build import build_gateway
 from stoker.gateway.config import load
+from stoker.gateway.gateway_server import GatewayServer
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin
 
 ADMIN = "an-admin-token-for-tests"
@@ -150,7 +151,7 @@ def test_every_request_is_billed_once_to_its_tenant_and_all_books_agree(tmp_path
 
 def test_it_asks_for_as_many_files_as_its_connections_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(build, "allow_files", lambda wanted: asked.append(wanted) or wanted)
+    monkeypatch.setattr(gateway_server, "allow_files", lambda wanted: asked.append(wanted) or wanted)
 
     async def main() -> None:
         async with built(tmp_path, {"listen.max_connections": 1000}, [serving()]):

@@ -135,6 +135,7 @@ def test_a_background_response_survives_kill_9_of_the_gateway(start_gateway: Sta
     gateway = start_gateway(store)
     client = client_of(gateway)
     fields: dict[str, Any] = {"model": "tiny", "input": "Count.", "max_output_tokens": 300, "temperature": 1}
+    client.responses.create(**fields | {"max_output_tokens": 1})  # so that all find the same in the prefix cache
     unbroken = client.responses.create(**fields, extra_body={"seed": 7})
     plain = client.responses.create(**fields, background=True)
     seen: list[Any] = []
@@ -157,6 +158,13 @@ def test_a_background_response_survives_kill_9_of_the_gateway(start_gateway: Sta
     assert "".join(event.delta for event in seen if event.type == "response.output_text.delta") == done.output_text
     assert len({event.item_id for event in seen if event.type == "response.output_text.delta"}) == 1
     assert seen[-1].response.id == response_id
+
+    # The gateways billed the tokens that they generated, and each of the four prompts is billed once.
+    wait_for(lambda: gateway.metrics()["stoker_gateway_ledger_pending_rows"] == 0)
+    with urllib.request.urlopen(f"{gateway.url}/v1/usage", timeout=60) as answer:
+        total = json.loads(answer.read())["total"]
+    assert unbroken.usage is not None
+    assert total["prompt_tokens"] == 4 * unbroken.usage.input_tokens
 
 
 def test_kill_9_of_gateway_and_worker_leaves_each_line_once(

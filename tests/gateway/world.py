@@ -37,11 +37,12 @@ from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.objects.tenant_objects import NoObjects
-from stoker.gateway.path.app import Gateway, GatewayParts
+from stoker.gateway.path.app import Gateway
 from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.front_gate import FrontGate
+from stoker.gateway.path.gateway_parts import GatewayParts
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.moves import Moves

@@ -10,6 +10,7 @@ from tiny import make_tiny
 from stoker import __version__
 from stoker.base.errors import ConfigError
 from stoker.cli.main import main
+from stoker.loadgen.draft_probe import DraftRates, draft_rates
 from stoker.sched.step_work import StepWork
 from stoker.sim.calibration import StepModel, read_calibration
 from stoker.sim.fit import MeasuredStep, fit
@@ -88,6 +89,10 @@ def test_a_gpu_is_estimated_and_the_file_says_so(tmp_path: Path, capsys: pytest.
         (("--output", "x.json", "--gpu", "1xH100", "--url", "http://127.0.0.1:1"), "give only one"),
         (("--output", "x.json", "--gateway", "http://127.0.0.1:1"), "--gateway has no effect"),
         (("--output", "x.json", "--repeats", "0"), "--repeats 0"),
+        (
+            ("--output", "x.json", "--gpu", "1xH100", "--drafts-from", "http://127.0.0.1:1"),
+            "--drafts-from has no effect",
+        ),
     ],
 )
 def test_wrong_calibration_options_are_named(
@@ -100,3 +105,46 @@ def test_wrong_calibration_options_are_named(
     monkeypatch.chdir(tmp_path)
     assert main(["calibrate", *argv]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_tiers_are_measured_in_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny(tmp_path / "tiny", "llama")
+    (tmp_path / "tiny" / "tokenizer.json").write_text("{}")
+    (tmp_path / "disk").mkdir()
+    output = tmp_path / "tiny.json"
+    flags = ["--kv-blocks", "64", "--step-tokens", "64", "--max-rows", "2", "--threads", "1", "--repeats", "1"]
+    tiers = ["--kv-host-gib", "0.01", "--kv-disk", str(tmp_path / "disk"), "--kv-disk-gib", "0.01"]
+    assert main(["calibrate", str(tmp_path / "tiny"), "--output", str(output), *flags, *tiers]) == 0
+    found = read_calibration(output, __version__)
+    assert set(found.tiers) == {"host", "disk"}
+    assert all(1e5 < tier.bytes_per_s < 1e13 and tier.latency_s < 1.0 for tier in found.tiers.values())
+    assert "tier disk" in capsys.readouterr().out
+    assert main(["sim", "--calibration", str(output), "--num-requests", "5", "--disk-gib", "0.1", "--no-range"]) == 0
+
+
+def metrics(tokens: int, drafted: int, accepted: int) -> str:
+    lines = ["# HELP stoker_output_tokens_total Generated tokens by kind of output"]
+    for name, count in (("tokens", tokens), ("draft_tokens", drafted), ("accepted_draft_tokens", accepted)):
+        lines += [f'stoker_output_{name}_total{{kind="{kind}"}} {count / 2}' for kind in ("prose", "json")]
+    return "\n".join([*lines, 'stoker_output_tokens_created{kind="prose"} 1.7e9', ""])
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_drafts_come_from_a_workers_traffic(drafts: int) -> None:
+    """1,000 steps of a row verify `drafts` drafts each, of which 70% are right if those before them are."""
+    accepted = round(1000 * sum(0.7**i for i in range(1, drafts + 1)))
+    found = draft_rates(metrics(1000 + accepted, 1000 * drafts, accepted), "http://w")
+    assert found.drafts == drafts
+    assert found.acceptance == pytest.approx(0.7, abs=0.01)
+
+
+def test_a_worker_without_drafts_or_without_traffic() -> None:
+    assert draft_rates(metrics(1000, 0, 0), "http://w") == DraftRates(0, 0.0)
+    with pytest.raises(ConfigError, match="--drafts-from http://w: the worker has generated 20 tokens"):
+        draft_rates(metrics(20, 8, 4), "http://w")
+
+
+def test_a_worker_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["calibrate", "--output", str(tmp_path / "x.json"), "--drafts-from", "http://127.0.0.1:1"]
+    assert main(argv) != 0
+    assert "--drafts-from http://127.0.0.1:1" in capsys.readouterr().err

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from statistics import median
 
+import msgspec
 import pytest
 from sim_world import BLOCK, Listed, alone, calibration, simulate
 
 from stoker.sim import simulated_device
-from stoker.sim.simulation import SimFleet, SimOutcome
+from stoker.sim.simulation import SimConfig, SimFleet, SimOutcome, Simulation
 from stoker.sim.workloads.synthetic import Synthetic
 from stoker.sim.workloads.workload import SimTurn
 
@@ -135,3 +136,24 @@ def test_speculation_shortens_answers() -> None:
     drafted = simulate(Listed((alone(64, 100),)), ONE, found)
     assert drafted.records.ended_s[0] < 0.6 * plain.records.ended_s[0]
     assert drafted.engines[0].scheduler.counters.accepted_draft_tokens > 30
+
+
+def test_jitter_spreads_the_gaps_of_decode_only_steps_and_repeats_exactly() -> None:
+    found = calibration()
+    parts = [0.8, 0.9, 1.0, 1.1, 1.2]
+    jittered = msgspec.structs.replace(found, step=msgspec.structs.replace(found.step, jitter=parts))
+    load = Listed((alone(400, 200),))
+    steady, spread, again = (simulate(load, ONE, one) for one in (found, jittered, jittered))
+    assert spread.records.ttft_s[0] == steady.records.ttft_s[0]
+    assert columns(spread) == columns(again)
+    middle_s = steady.records.gaps.quantile_s(0.5)
+    assert middle_s is not None
+    assert spread.records.gaps.quantile_s(0.05) == pytest.approx(0.8 * middle_s, rel=0.02)
+    assert spread.records.gaps.quantile_s(0.95) == pytest.approx(1.2 * middle_s, rel=0.02)
+    assert spread.records.ended_s[0] == pytest.approx(steady.records.ended_s[0], rel=0.05)
+
+
+def test_a_fleet_has_run_before_so_its_rates_are_known() -> None:
+    simulation = Simulation(SimConfig(calibration(), SimFleet(unified=2)))
+    rates = [member.tokens_per_s for member in simulation.gateway.fleet.members()]
+    assert rates == [pytest.approx(512 / (0.010 + 512 * 1e-4))] * 2

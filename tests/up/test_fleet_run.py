@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from stoker.cli.serving import listen
+from stoker.base.bound_socket import bound_socket
 from stoker.up.config import UpConfig
 from stoker.up.placement.local import LocalPlacement
 from stoker.up.plan import FleetPart, FleetPlan, Listening, PartKind
@@ -33,7 +33,7 @@ while True:
 
 
 def free_port() -> int:
-    with listen("127.0.0.1", 0) as one:
+    with bound_socket("127.0.0.1", 0) as one:
         return int(one.getsockname()[1])
 
 

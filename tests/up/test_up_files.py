@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.base.bound_socket import bound_socket
 from stoker.base.errors import ConfigError
 from stoker.cli.main import main
-from stoker.cli.serving import listen
 from stoker.proto.fleet_state import FleetState, PartInfo
 from stoker.proto.tier_metrics import read_tier_metrics
 from stoker.up.ports import ReservedPorts
@@ -108,7 +108,7 @@ def test_a_second_fleet_on_a_port_is_refused_with_the_first_ones_process(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     fleets = tmp_path / "stoker" / "fleets"
-    with listen("127.0.0.1", 0) as taken:
+    with bound_socket("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["up", "--unified", "1", "--port", str(port)]) == 2
@@ -148,7 +148,7 @@ def test_a_reserved_port_is_usable_only_by_its_own_part() -> None:
         others.take("127.0.0.1", port)  # also while no process listens there
     assert others.take_after("127.0.0.1", port - 1) != port
     for _ in range(2):  # the part, and the restarted part
-        with listen("127.0.0.1", port) as listener:
+        with bound_socket("127.0.0.1", port) as listener:
             listener.listen()
             with pytest.raises(ConfigError, match="Address already in use"):
                 others.take("127.0.0.1", port)
@@ -156,7 +156,7 @@ def test_a_reserved_port_is_usable_only_by_its_own_part() -> None:
     with pytest.raises(ConfigError, match=r"port 0 of a\.\.b cannot be used: .*; choose another port"):
         ports.take("a..b", 0)
     with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:0: .*; choose another --host or --port"):
-        listen("a..b", 0)
+        bound_socket("a..b", 0)
     ports.close()
     others.close()
 

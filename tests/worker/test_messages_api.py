@@ -243,6 +243,52 @@ def test_claude_codes_billing_line_does_not_reach_the_prompt(server: Server) -> 
     assert "system\nYou are Claude Code." in prompts[0]
 
 
+def test_a_turn_as_claude_code_sends_it(start_server: Callable[..., Server]) -> None:
+    """All of its fields in one request: a second turn with the result of a tool, and thinking between calls."""
+    tools_template = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call></tool_call>{% endif %}"
+    server = start_server(template=THINKING_TEMPLATE + tools_template)
+    server.say("<think>well</think>" + CALLING)
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sun"}]}
+    fields: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, call]},
+            {"role": "user", "content": [result | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}]},
+        ],
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=abc;"},
+            {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "tools": [TOOL],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "temperature": 1,
+    }
+    message = same(server, **fields)
+    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
+    assert message["content"][2]["input"] == {"city": "Oslo", "days": 3}
+    assert message["stop_reason"] == "tool_use"
+    prompt = prompt_of(server)
+    assert "billing" not in prompt
+    assert "You are Claude Code." in prompt
+    counted = ask(
+        server, path=COUNT, max_tokens=..., **{name: fields[name] for name in ("messages", "system", "tools")}
+    )
+    assert (
+        counted.json["input_tokens"] == message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
+    )
+    streamed = ask(server, stream=True, **fields)
+    order = [(event.event, json.loads(event.data)) for event in streamed.events]
+    kinds = [data["content_block"]["type"] for name, data in order if name == "content_block_start"]
+    assert kinds == ["thinking", "text", "tool_use"]
+    signed = [data["delta"]["type"] for name, data in order if name == "content_block_delta" and data["index"] == 0]
+    assert signed[-1] == "signature_delta", "the signature ends the thinking block"
+
+
 def test_tokens_are_counted(server: Server) -> None:
     body = {"system": "Be brief.", "tools": [TOOL], "max_tokens": ...}
     counted = ask(server, path=COUNT, **body).json

@@ -38,8 +38,8 @@ class NodeGate:
     """Listens on `--head` from its creation until `close`."""
 
     def __init__(self, settings: EngineSettings, facts: Mapping[str, str], arrived: Arrived, refused: Refused) -> None:
-        """`refused` is told of a rank that knows the key and does not fit: the start cannot succeed. Raises ConfigError if
-        the port cannot be used."""
+        """`refused` is called for a rank that knows the key and does not fit, because then the start cannot succeed.
+        Raises ConfigError if the port cannot be used."""
         assert settings.nodes.head is not None
         host, port = split_address(settings.nodes.head)
         self._settings, self._facts, self._arrived, self._refused = settings, facts, arrived, refused

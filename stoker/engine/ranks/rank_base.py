@@ -27,10 +27,10 @@ class RankBase(Protocol):
     """What a rank needs of the place where it runs."""
 
     link: RankLink
-    """To rank 0."""
+    """The connection to rank 0."""
 
     interface: str | None
-    """This machine's address for connections between ranks; None: rank 0's."""
+    """This machine's address for connections between ranks. None: the address of rank 0."""
 
     def order(self) -> LinkMessage:
         """Wait for a message of rank 0. Raises RankDismissed if it ends this rank."""

@@ -66,38 +66,45 @@ class CacheDoctor:
 
     def _cuts(
         self, route: Route, keys: Sequence[Key], block: float, turn: SentTurn, found: Comparison | None
-    ) -> Iterator[Cut]:
-        """Yield the ranges of a prompt. `block` is the size of a block in tokens."""
+    ) -> list[Cut]:
+        """Return the ranges of a prompt. `block` is the size of a block in tokens."""
         full = (turn.num_tokens - 1) // block * block  # at least the last token is always computed
+        cuts: list[Cut] = []
         num_held = 0
-        if route.matches:
-            for end, reason, place in _held(route):
-                if end > num_held:
-                    num_held = int(end)
-                    yield min(end * block, full), reason, place
+        for held, reason, place in _held(route):
+            if held > num_held:
+                num_held = held
+                cuts.append((min(held * block, full), reason, place))
         lost = self._losses.run_of(keys, num_held, route.routed_s)
         for number, loss in lost:
-            yield min(number * block, full), *_reason(loss, route.routed_s)
+            cuts.append((min(number * block, full), *_reason(loss, route.routed_s)))
         known = (lost[-1][0] if lost else num_held) * block
         for end, reason, place in _never_sent(turn, found, keys, block, has_known_start=known > 0):
             if end > known:
-                yield (end if end < full else full), reason, place
+                cuts.append((min(end, full), reason, place))
                 if end >= full:
                     break
-        yield _END, why.PARTIAL_BLOCK, ""
+        cuts.append((_END, why.PARTIAL_BLOCK, ""))
+        return cuts
 
 
-def _held(route: Route) -> Iterator[Cut]:
-    """Yield what the workers held when the route was chosen, in blocks."""
+def _held(route: Route) -> list[tuple[int, str, str]]:
+    """Return what the workers held when the route was chosen: an end in blocks, and why the blocks before it were computed."""
+    if not route.matches:
+        return []
     leg = route.prefill or route.decode
     chosen = route.matches.get(leg.worker.worker_id) or _NO_MATCH
-    yield leg.confirmed_blocks, why.EVICTED, _AFTER_ROUTING
-    yield chosen.device_blocks, why.PENDING, ""
-    yield chosen.blocks, why.NOT_LOADED, ""
-    candidates = {reason.worker_id for reason in route.reasons}
-    usable = [match.blocks for worker_id, match in route.matches.items() if worker_id in candidates]
-    yield max(usable, default=0), why.ROUTED_FOR_LOAD, ""
-    yield max([match.blocks for match in route.matches.values()]), why.HELD_ELSEWHERE, ""
+    held = [
+        (leg.confirmed_blocks, why.EVICTED, _AFTER_ROUTING),
+        (chosen.device_blocks, why.PENDING, ""),
+        (chosen.blocks, why.NOT_LOADED, ""),
+    ]
+    most = max([match.blocks for match in route.matches.values()])
+    if most > chosen.blocks:
+        candidates = {reason.worker_id for reason in route.reasons}
+        usable = [match.blocks for worker_id, match in route.matches.items() if worker_id in candidates]
+        held += [(max(usable, default=0), why.ROUTED_FOR_LOAD, ""), (most, why.HELD_ELSEWHERE, "")]
+    return held
 
 
 def _reason(loss: BlockLoss, now: float) -> tuple[str, str]:

@@ -124,8 +124,8 @@ class TurnMemory:
     def replace(self, tenant: str, model: str, turn: SentTurn, keys: Sequence[Key]) -> Comparison | None:
         """Store the turn in place of the one that it continues. Return how it relates to the most similar earlier turn."""
         anchors = _anchors(tenant, model, turn)
-        candidates = {id(one): one for anchor in anchors for one in self._anchored.get(anchor, ())}.values()
-        best = _continued(candidates, turn) or _closest(candidates, turn, keys)
+        candidates = [one for anchor in anchors for one in self._anchored.get(anchor, ())]
+        best = _continued(candidates, turn) or _closest(dict.fromkeys(candidates), turn, keys)
         before = None if best is None or best.relation == "unrelated" else best.earlier
         for anchor in anchors:
             self._put(anchor, turn, before)

@@ -13,167 +13,50 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from functools import partial
-from typing import Any, Protocol
-from urllib.parse import unquote
 
 from stoker.base.errors import NotFound
 from stoker.base.log import EventLog
-from stoker.fleet.fleet import Fleet
-from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
-from stoker.gateway.admission.admission import Admission, AdmittedRequest
-from stoker.gateway.admission.api_keys import ApiKeys, Caller
-from stoker.gateway.admission.flex import FlexGate
+from stoker.gateway.admission.admission import AdmittedRequest
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
-from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
-from stoker.gateway.doctor.cache_doctor import CacheDoctor
-from stoker.gateway.doctor.miss_parts import MissPart, as_text
+from stoker.gateway.doctor.miss_parts import as_text
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.insight.insight_endpoint import INSIGHT_PATHS
 from stoker.gateway.insight.live_stream import STREAM_PATH
 from stoker.gateway.insight.request_digest import RequestTimes
-from stoker.gateway.objects.response_runs import Generate
 from stoker.gateway.objects.tenant_objects import OBJECT_PREFIXES
 from stoker.gateway.path.billing import billed_usage
 from stoker.gateway.path.cache_report import miss_parts
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.cors import cors_headers, preflight_reply
-from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.embeddings import PATHS as EMBEDDINGS_PATHS
-from stoker.gateway.path.embeddings import EmbeddingsEndpoint
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
+from stoker.gateway.path.gateway_parts import GatewayParts
 from stoker.gateway.path.legs import PATHS
-from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, rename
-from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.model_aliases import rename
+from stoker.gateway.path.models_endpoint import ModelsEndpoint
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
-from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
-from stoker.gateway.records.metrics import GatewayMetrics
-from stoker.gateway.records.running_usage import UsageLedger
-from stoker.gateway.records.tracing import TraceSpan, Tracing
-from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.records.tracing import TraceSpan
 from stoker.gateway.records.usage_tables import run_id
-from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
-from stoker.replay.recorder import NoRecorder, Recorder
-from stoker.routing.query import Route, RouteQuery
+from stoker.routing.query import RouteQuery
 
 _GENERATING = {path: kind for kind, path in PATHS.items()}
 _REGISTER = REGISTER_PATH.encode()
 _RESPONSES = EndpointKind.RESPONSES  # faster than enum attribute access
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
 _PROBES = frozenset({b"/health", b"/ready"})
-_READING = frozenset({b"GET", b"HEAD"})
 _YES = frozenset({b"1", b"true", b"yes"})
 
 log = EventLog("gateway")
-
-
-class ConversationKeySource(Protocol):
-    """Computes the prefix keys of a request's conversation."""
-
-    def keys_now(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys | None:
-        """Return the keys, or None if computing them would block the event loop too long; then call `keys`."""
-
-    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None, tenant: str) -> ConversationKeys: ...
-
-
-class PrefixIndexLookup(Protocol):
-    """Finds the prefix index of a model."""
-
-    def get(self, model: str) -> PrefixIndex | None: ...
-
-
-class UsageRecorder(Protocol):
-    """Takes one row for each finished request: the request log."""
-
-    def record(self, row: UsageRow) -> None: ...
-
-
-class MissRecorder(Protocol):
-    """Counts why prompts were computed."""
-
-    def add(
-        self, key_id: str, tenant: str, model: str, prompt_tokens: int, cached_tokens: int, parts: Sequence[MissPart]
-    ) -> None: ...
-
-
-class RequestInsight(Protocol):
-    """Collects ended requests for the dashboard."""
-
-    def ended(
-        self, row: UsageRow, route: Route | None, query: RouteQuery | None, times: RequestTimes, num_retries: int
-    ) -> None: ...
-
-
-class StreamEndpoint(Protocol):
-    """An endpoint that sends its answer itself, and returns a reply only to refuse a request."""
-
-    async def answer(self, request: HttpRequest) -> Reply | None: ...
-
-
-class StoredObjects(Protocol):
-    """What tenants keep in the store: responses, files and batches, or nothing."""
-
-    async def create_response(self, request: HttpRequest, generate: Generate) -> None: ...
-
-    async def answer(self, request: HttpRequest) -> Reply | None: ...
-
-    async def counted_body(self, caller: Caller, body: bytes) -> bytes:
-        """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
-
-
-class CallObserver(Protocol):
-    """Told of every request that ended."""
-
-    def ended(self, call: Call) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayParts:
-    """The components that a gateway is built from. `build.py` creates them."""
-
-    fleet: Fleet
-    indexes: PrefixIndexLookup
-    proxy: Proxy
-    keys: ApiKeys
-    admission: Admission
-    flex: FlexGate
-    key_makers: ConversationKeySource
-    meter: UsageLedger
-    request_log: UsageRecorder
-    metrics: GatewayMetrics
-    recorder: Recorder | NoRecorder
-    twin: CallObserver
-    tracing: Tracing
-    state: GatewayState
-    admin: Endpoint
-    metrics_page: Endpoint
-    usage: Endpoint
-    registration: Endpoint
-    tokenize: TokenizeEndpoint
-    embeddings: EmbeddingsEndpoint
-    doctor: CacheDoctor
-    misses: MissRecorder
-    objects: StoredObjects
-    insight: RequestInsight
-    insight_pages: Endpoint
-    live: StreamEndpoint
-    pages: Endpoint
-    hidden_tokens: int  # `meter.hidden_tokens`
-    max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
-    store_works: Callable[[], bool] = lambda: True
-    cors: CorsRules = NO_CORS
-    aliases: ModelAliases = NO_ALIASES
-    clock: Callable[[], float]
 
 
 class Gateway:
@@ -182,7 +65,7 @@ class Gateway:
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._ids = RequestIds()
-        self._started_s = int(time.time())
+        self._models = ModelsEndpoint(parts.fleet, parts.keys, parts.aliases, parts.max_model_tokens)
 
     def handle(self, request: HttpRequest) -> Awaitable[None]:
         """Answer one request. The HTTP server awaits the result in the request's task."""
@@ -443,10 +326,7 @@ class Gateway:
         if path.startswith(OBJECT_PREFIXES):
             return await parts.objects.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
-            parts.keys.authenticate(request)
-            if request.method not in _READING:
-                return method_not_allowed(path, request.method, [b"GET"])
-            return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
+            return await self._models.answer(request)
         if path in _GENERATING:
             return method_not_allowed(path, request.method, [b"POST"])
         raise NotFound(f"No such path: {path.decode('latin-1')}.", code="unknown_url")
@@ -464,27 +344,6 @@ class Gateway:
             message = "No worker can accept requests; see GET /admin/fleet."
             return error_reply(503, message, code="no_worker", kind="overloaded_error")
         return json_reply({"status": "ready"})
-
-    def _models(self, name: str) -> Reply:
-        served, aliases = self._parts.fleet.models(), self._parts.aliases
-        models = sorted(served)
-        if not name:
-            models += [
-                alias for alias in aliases.names if alias not in served and aliases.resolve(alias, served) in served
-            ]
-            return json_reply({"object": "list", "data": [self._card(model) for model in models]})
-        if aliases.resolve(name, served) in served:
-            return json_reply(self._card(name))
-        message = f"The model {name!r} is not served here. Served models: {', '.join(models) or 'none'}."
-        raise NotFound(message, param="model", code="model_not_found")
-
-    def _card(self, model: str) -> dict[str, Any]:
-        card = {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
-        served = self._parts.aliases.resolve(model, self._parts.fleet.models())
-        if served != model:
-            card["root"] = served
-        max_model_tokens = self._parts.max_model_tokens(served)
-        return card if max_model_tokens is None else card | {"max_model_len": max_model_tokens}
 
     # ---- errors
 

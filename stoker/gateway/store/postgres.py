@@ -150,6 +150,8 @@ class PostgresStore:
                 self._give_back(connection)
         except QueryCanceled as error:
             raise StoreTimeout(f"The query took longer than {limit_s:g} s and was stopped.") from error
+        except _REFUSED as error:
+            raise StoreRefused(f"{self._where}: {_words(error)}") from error
         except psycopg.Error as error:
             raise StoreUnavailable(f"{self._where}: {_words(error)}") from error
 

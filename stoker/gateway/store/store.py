@@ -109,7 +109,7 @@ class Store(Protocol):
     def snapshot(self, limit_s: float = 30.0) -> AbstractContextManager[Transaction]:
         """Begin to read one consistent state. Readers and writers never wait for each other.
 
-        Raises StoreUnavailable, or StoreTimeout after `limit_s`.
+        Raises StoreUnavailable, StoreRefused for a value that no row can have, or StoreTimeout after `limit_s`.
         """
 
     def close(self) -> None:

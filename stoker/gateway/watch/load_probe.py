@@ -33,7 +33,7 @@ class LoadProbe(Protocol):
 
 
 class NoLoadProbe:
-    """For workers without a load page."""
+    """Reports no load, because the worker has no load page."""
 
     async def learn(self, get: Get) -> None:
         pass

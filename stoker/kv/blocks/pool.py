@@ -7,8 +7,7 @@ Blocks are taken and freed only here. The pool knows nothing of bytes or sequenc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.free_blocks import FreeBlocks
@@ -19,8 +18,7 @@ from stoker.kv.blocks.reach import EVERYTHING, KvReach
 _PARTIAL_SEARCH = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
+class _Name(NamedTuple):
     key: BlockKey
     parent: BlockKey
     token_ids: tuple[int, ...]

@@ -80,8 +80,8 @@ class PeerClient:
         settings: HandoffSettings,
         before_write: Callable[[torch.cuda.Stream], None] = _no_wait,
     ) -> None:
-        """For a pool on a GPU, `before_write` is called with the stream that will write, before a pull writes. It makes
-        the stream wait until no work uses the blocks any more."""
+        """`before_write` is called before a pull writes to a pool on a GPU, with the stream that will write. It makes the
+        stream wait until no work uses the blocks any more."""
         self._kv = kv
         self._identity = identity
         self._settings = settings

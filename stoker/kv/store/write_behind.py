@@ -89,8 +89,10 @@ class _Writer:
 
 
 class WriteBehind:
-    """At most `max_queued` blocks wait for each tier. `wake` is called when blocks can be released, and `stored` when a
-    tier has taken some."""
+    """Copies offered blocks to the tiers on other threads. At most `max_queued` blocks wait for each tier.
+
+    `wake` is called when blocks can be released, and `stored` when a tier has taken some.
+    """
 
     def __init__(
         self,

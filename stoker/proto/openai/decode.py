@@ -21,8 +21,8 @@ _PLACE = re.compile(r" - at `(?:key in )?\$([^`]*)`$")
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-# msgspec keeps what it knows of a Struct at the class, and does so before all of it is known. A second thread that makes a decoder
-# of the same or an enclosing Struct meanwhile would use that, which crashes the process.
+# While msgspec makes a decoder, it stores incomplete type information at the Struct's class. A second thread that makes a
+# decoder of the same or an enclosing Struct at that time would use it, which crashes the process.
 _making = threading.Lock()
 
 

@@ -13,7 +13,10 @@ from stoker.routing.settings import RouterSettings
 
 @POLICIES.register("round_robin")
 class RoundRobin:
-    """For each request every candidate gains credit equal to its weight; the chosen one pays the sum of all weights."""
+    """Chooses the candidate with the most credit.
+
+    With each request, every candidate gains credit equal to its weight. The chosen one pays the sum of all weights.
+    """
 
     in_seconds = False
 

@@ -18,8 +18,9 @@ from waiting import LONG_S
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import LoadReport
-from stoker.gateway.build import GatewayServer, build_gateway
+from stoker.gateway.build import build_gateway
 from stoker.gateway.config import load
+from stoker.gateway.gateway_server import GatewayServer
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, ResponseLost, Unreachable
 
 ADMIN = "an-admin-token-for-tests"
