@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoker.autoscale.decision import KEEP, Action, Decision, Flip, Keep, Start, Stop
+from stoker.autoscale.forecast import DecodeForecast
 from stoker.autoscale.sample import FleetSample, PoolLoad, WorkerSample, decode_load, prefill_load
 from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base.ids import WorkerId
@@ -51,11 +52,13 @@ class Autoscaler:
         self._num_unmet = 0
         self._start_after_s = -math.inf
         self._stopping: set[WorkerId] = set()
+        self._forecast = DecodeForecast(settings.reverse_s, settings.high)
 
     def decide(self, sample: FleetSample, now: float) -> Decision:
         """Return what to do now. The time must not go back."""
         self._follow(sample.workers, now)
-        prefill, decode = prefill_load(sample, self._settings), decode_load(sample, self._settings)
+        prefill = prefill_load(sample, self._settings)
+        decode = self._forecast.expected(decode_load(sample, self._settings), now)
         numbers = self._numbers(sample, prefill, decode)
         more, reason = self._further_flip(sample, prefill, decode, now)
         if isinstance(more, Flip):
