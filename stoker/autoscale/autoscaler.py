@@ -27,6 +27,7 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
 
 _IMBALANCE = 3.0  # a pool with this many times the load of the other one gets a worker before it misses its goal
+_BALANCE = 0.9  # a worker moves to a pool above its goal if the higher load of both becomes this much lower
 _LONGEST_PAUSE_S = 3600.0  # between two requests for a worker that nothing can place
 
 
@@ -182,11 +183,18 @@ class Autoscaler:
         # Donors are counted with the unified workers of their pool, which do the same work.
         if not donors or other.num_workers <= least or other.num_cold:
             return KEEP, f"{name} needs a worker, and {donor_role.value} has none to give"
-        if other.without(1) >= (settings.low + settings.high) / 2:
+        has_room = other.without(1) < (settings.low + settings.high) / 2
+        if not has_room and not self._balances(pool, role, other):
             return KEEP, f"{name} needs a worker, and {donor_role.value} needs its own"
         if self._reverses(role, now):
             return KEEP, f"{name} needs a worker, but the last change went the other way less than reverse_s ago"
         return Flip(_idlest(donors).worker_id, role), f"{name} needs a worker, and {donor_role.value} has room"
+
+    def _balances(self, pool: PoolLoad, role: Role, other: PoolLoad) -> bool:
+        """Return True if a prefill worker that turns to decode lowers the higher load of the two."""
+        if role is not Role.DECODE or pool.load <= self._settings.high:
+            return False
+        return max(pool.with_more(1), other.without(1)) < _BALANCE * pool.load
 
     def _shrink(
         self, sample: FleetSample, prefill: PoolLoad, decode: PoolLoad, now: float, loads: str
