@@ -5,6 +5,10 @@ The pools are the workers that prefill and those that decode. The load of a pool
 budget allows. Before that, a pool with a much higher load than the other one gets a worker of it. A pool that would stay below
 `low` without one of its workers gives it up.
 
+The load of decode is that to be expected, because it follows the traffic late (`forecast.py`). A decode pool above `high` also gets
+a worker that prefill does not have to spare, if the higher load of the two becomes clearly lower. The opposite does not hold:
+decode workers compute prompts too when prefill is busy, but nothing helps decode.
+
 What keeps it calm: several decisions in a row must agree, there is a pause after each change and a longer one before the opposite
 change, and measurements of new workers do not count. A worker that was asked for is counted until it joins or its time is over;
 then the pause before the next request for one doubles. Each decision changes at most one worker.
