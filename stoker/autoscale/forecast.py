@@ -19,7 +19,8 @@ _MAX_SAMPLES = 1024
 class DecodeForecast:
     """Expects the work of decode to grow in the next `window_s` as much as in the last `window_s`, and never to shrink.
 
-    Growth alone never makes a load higher than `limit`: a sudden rise may be all that comes. Work is the load times the number of workers. A role change leaves it the same, so it is not taken for growth.
+    Growth alone never makes a load higher than `limit`: a sudden rise may be all that comes. Work is the load times the number of
+    workers. A role change leaves it the same, so it is not taken for growth.
     """
 
     window_s: float
