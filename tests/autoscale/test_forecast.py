@@ -14,7 +14,9 @@ def loads(forecast: DecodeForecast, *pools: tuple[int, float]) -> list[float]:
 
 
 def test_growth_of_the_window_goes_on() -> None:
-    assert loads(DecodeForecast(2.0, 1.0), (4, 0.2), (4, 0.3), (4, 0.4), (4, 0.4)) == pytest.approx([0.2, 0.4, 0.6, 0.5])
+    assert loads(DecodeForecast(2.0, 1.0), (4, 0.2), (4, 0.3), (4, 0.4), (4, 0.4)) == pytest.approx(
+        [0.2, 0.4, 0.6, 0.5]
+    )
 
 
 def test_a_load_that_falls_or_stays_is_taken_as_it_is() -> None:
