@@ -25,7 +25,7 @@ from stoker.base import garbage
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine
-from stoker.engine.gpu_steps import _shapes
+from stoker.engine.gpu_steps import step_shapes
 from stoker.engine.graphs import StepOutputs, _cost
 from stoker.engine.packed import StepData
 from stoker.engine.process.block_log import BlockLog
@@ -49,17 +49,18 @@ class InstantDevice:
 
     def __init__(self, max_rows: int) -> None:
         self._cutter = Cutter(num_kv_heads=8, tile_tokens=32, block_tokens=BLOCK_TOKENS)
-        first, rest = _shapes(max_rows, 2048, self._cutter)
+        first, rest = step_shapes(max_rows, 2048, self._cutter)
         self._by_cost = sorted((*first, *rest), key=_cost)
         self._sampled = torch.arange(1024) % 997 + 3
 
-    def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
+    def start(self, plan: StepPlan, samples: bool) -> Callable[[], StepOutputs]:
         data = StepData(plan, self._cutter)
         shape = next((shape for shape in self._by_cost if shape.holds(data.needed)), data.exact)
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
         data.pack(packed.numpy(), shape, samples)
         unused: Any = self._sampled[:0]  # without drafts and logits, only the sampled tokens are read
-        return StepOutputs(None, self._sampled, unused, unused, unused, unused, unused)
+        outputs = StepOutputs(None, self._sampled, unused, unused, unused, unused, unused)
+        return lambda: outputs
 
 
 class Parts:

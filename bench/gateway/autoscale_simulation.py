@@ -3,8 +3,8 @@
     python -m bench run autoscale_simulation
 
 The simulator runs the real scheduler, router, fleet, admission and autoscaler; the step times are those of `autoscale_goodput`. So
-the outcome does not depend on the machine. A worker that gets another role gives its running requests to others, which compute
-their tokens again: the simulator moves no KV. That is worse than the real move, so the autoscaler's numbers are a lower bound.
+the outcome does not depend on the machine. A worker that gets another role hands its requests off to others, which pull their KV,
+as real workers do.
 In the first phase of the benchmark's own trace, the prompts need nearly all workers: they compute at most about 60,000 tokens
 per second, and 54,000 arrive.
 The traces are a turn of the traffic in both directions, a slow change, and a burst.

@@ -140,9 +140,9 @@ class MoeBench:
         top_k = self._shape.top_k
         logits, counts = router_logits(x, self._norm.weight, layer.router.weight)
         made = torch.empty(count * top_k, x.shape[1], device="cuda", dtype=x.dtype)
-        weights = torch.rand(count, top_k, device="cuda")
-        lists = graph_s([lambda: list_by_expert(x, *norm, logits, counts.zero_(), layer.router)] * 20)
-        return lists, graph_s([partial(moe_many.combine, x, made, weights)] * 20)
+        lists = list_by_expert(x, *norm, logits, counts, layer.router)
+        lists_s = graph_s([lambda: list_by_expert(x, *norm, logits, counts.zero_(), layer.router)] * 20)
+        return lists_s, graph_s([partial(moe_many.combine, x, made, lists)] * 20)
 
     def few(self, count: int, gate_up: ExpertTile, down: ExpertTile) -> float:
         """Seconds of the two kernels for few tokens."""

@@ -56,7 +56,7 @@ _GROUPS = {
     "listening": ("listen.",),
     "routing": ("routing.",),
     "access": ("admin_token_file", "metrics_token_file", "secret_file"),
-    "records": ("store", "meter.", "tracing.", "log_"),
+    "records": ("store", "meter.", "tracing.", "log_", "recording.", "twin."),
 }
 
 

@@ -59,6 +59,9 @@ NO_GUESSES = Guesses(lambda: None, lambda: None)
 class Drafter(Protocol):
     """Drafts at the end of each step."""
 
+    features_width: int
+    """The width of a step's features; 0: it needs none."""
+
     def start(self) -> StepFeatures:
         """Return empty features, for the forward pass of one step."""
 
@@ -78,6 +81,8 @@ class NoFeatures:
 
 class NoDrafter:
     """There is no draft model."""
+
+    features_width = 0
 
     def start(self) -> StepFeatures:
         return NoFeatures()
@@ -109,6 +114,7 @@ class DeviceDrafter:
         self, model: DraftModel, rows: RowTable, group: GroupKv, places: DraftPlaces, num_positions: int
     ) -> None:
         self._model = model
+        self.features_width = model.hidden_size
         self._rows = rows
         self._places = places
         self._sizes = PageSizes(group.num_heads, group.block_tokens, group.pages_per_block)

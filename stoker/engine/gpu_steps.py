@@ -1,30 +1,25 @@
 """GpuSteps: runs a plan's forward pass and samples its tokens on a GPU.
 
 A step is replayed from a CUDA graph (graphs.py). Long prefills are launched kernel by kernel. Both ways take the same
-inputs and compute the same.
+inputs and compute the same. gpu_stages.py does the same for the stages of a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from stoker.engine.device_drafter import Drafter, DraftStep, NoDrafter
+from stoker.engine.device_drafter import Drafter, DraftStep
+from stoker.engine.gpu_batches import Dense, StepBatches
 from stoker.engine.graphs import StepGraphs, StepOutputs
-from stoker.engine.packed import StepData, StepInputs, StepShape
+from stoker.engine.packed import StepInputs, StepShape
 from stoker.engine.rows import RowTable
-from stoker.kernels import mla
-from stoker.kernels.dense import DensePlans
-from stoker.kernels.exact_pieces import ExactCutter
-from stoker.kernels.paged import Cutter, PagedSpans, fits, new_counters
+from stoker.kernels.paged import Cutter
 from stoker.kernels.sample_rows import sample_rows_triton
-from stoker.kernels.step_inputs import step_inputs_triton
 from stoker.kernels.verify import head_lengths_triton, verify_triton
-from stoker.kv.blocks.layout import KvGroup
-from stoker.kv.device.device_kv import DeviceKv, GroupKv
-from stoker.layers.batch import ForwardBatch, GroupInputs
+from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.family import Model
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.plan import StepPlan
@@ -38,20 +33,23 @@ _HEADS = (64, 256, 512)  # sampling rows of a step with prefill; each costs its 
 _EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their last tile
 
 
-def can_page(kv: DeviceKv) -> bool:
-    """Return True if the GPU's kernels support this device and the shapes of all KV groups."""
-    return all(_has_kernels(kv.like, group) for group in kv.all_groups)
+class DeviceSteps(Protocol):
+    """The steps of a model on one GPU, or of a stage of it."""
 
+    def start(self, plan: StepPlan, samples: bool) -> Callable[[], StepOutputs | None]:
+        """Launch the forward pass. The returned function launches what is left and returns the step's outputs, or None where
+        another stage samples. Call it before the device is asked to wait for this step. See GpuSteps.run."""
 
-def _has_kernels(like: Tensor, group: GroupKv) -> bool:
-    if group.kind == "latent":
-        return mla.fits(like, group.all_pages, group.page_tokens, group.width)
-    return fits(like, group.block_tokens, group.width)
+    def warm_up(self) -> None:
+        """Compile the kernels, and capture the shapes that most steps use."""
 
+    def dry_run(self, *, with_rest: bool) -> None:
+        """Run a step of each shape that is captured at the start, or of each shape at all, without capturing it."""
 
-def cut_heads(num_heads: int, group: KvGroup | GroupKv) -> tuple[int, int]:
-    """Return the query heads and the KV heads by which the attention of a group is cut into pieces."""
-    return mla.cut_heads(num_heads) if group.kind == "latent" else (num_heads, group.num_heads)
+    def capture_next(self) -> bool:
+        """Capture one shape, or let cuDNN plan one prompt length (kernels/dense.py). Return False if none was left."""
+
+    def capture_all(self) -> None: ...
 
 
 class GpuSteps:
@@ -59,103 +57,73 @@ class GpuSteps:
 
     def __init__(
         self,
+        batches: StepBatches,
         model: Model,
         kv: DeviceKv,
         rows: RowTable,
-        num_heads: int,
         captured_tokens: int,
-        exact: bool = False,
-        verifies: bool = False,
-        drafter: Drafter | None = None,
-        draft_heads: int = 0,
+        drafter: Drafter,
     ) -> None:
-        """`num_heads` and `draft_heads` are the query heads of the model and of the draft model. `exact`: a token's logits
-        depend only on the tokens before it (docs/engine.md, "Numerics"). `verifies`: plans may have drafts."""
-        self._model = model
-        self._kv = kv
-        self._rows = rows
-        self._drafter = drafter or NoDrafter()
-        # With a split context, a rank computes the heads of all ranks that hold a part of it.
-        queries = [*(num_heads * group.split.of for group in kv.groups), draft_heads]
-        groups = list(zip(queries, kv.all_groups, strict=False))
-        # The expanded form of latent attention (kernels/mla.py) does not go through cuDNN.
-        shapes = [(heads, group.num_heads, group.width) for heads, group in groups if group.kind != "latent"]
-        most_dense = 0 if model.has_sinks else min((group.extent for group in kv.groups if group.extent), default=None)
-        self._dense = DensePlans(kv.like, shapes, most_dense)
-        sizes = ([cut_heads(*group) for group in groups], kv.layout.block_tokens, kv.like.dtype)
-        self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
-        if exact:
-            self._cutter = cutter = ExactCutter.for_model(*sizes, rows.tables[0].shape[1], kv.sets[0].num_blocks)
-            self._finished = new_counters(kv.device, cutter.max_groups(rows.max_rows) * cutter.num_kv_heads)
-        # cuDNN's attention rounds differently from the kernel that computes the other tokens of a prompt.
-        self._uses_dense = not exact
-        first, rest = _shapes(max_heads(rows.max_rows), captured_tokens, self._cutter)
+        self._batches, self._model, self._rows, self._drafter = batches, model, rows, drafter
+        self._device = kv.device
+        first, rest = step_shapes(max_heads(rows.max_rows), captured_tokens, batches.cutter)
         self._graphs = StepGraphs(self._forward, first, rest, kv.device)
 
     def warm_up(self) -> None:
-        """Compile the kernels, and capture the shapes that most steps use."""
         self._graphs.capture_first()
 
     def dry_run(self, *, with_rest: bool) -> None:
-        """Run a step of each shape that is captured at the start, or of each shape at all, without capturing it."""
         self._graphs.dry_run(with_rest=with_rest)
 
     def capture_next(self) -> bool:
-        """Capture one shape, or let cuDNN plan one prompt length (kernels/dense.py). Return False if none was left."""
-        return self._graphs.capture_next() or (self._uses_dense and self._dense.plan_next())
+        return self._graphs.capture_next() or self._batches.plan_next()
 
     def capture_all(self) -> None:
         while self._graphs.capture_next():
             pass
-        if self._uses_dense:
-            self._dense.plan_all()
+        self._batches.plan_all()
+
+    def start(self, plan: StepPlan, samples: bool) -> Callable[[], StepOutputs | None]:
+        outputs = self.run(plan, samples)
+        return lambda: outputs
 
     def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
         """Return the logits of the heads. If `samples`, also sample by the rows' settings, and verify the drafts.
 
         The outputs are valid until the next run. They may have more rows than there are heads.
         """
-        data = StepData(plan, self._cutter)
+        data = self._batches.data(plan)
         captured = self._graphs.find(data.needed)
         # Guesses after tokens that are sampled elsewhere are made there.
         num_guesses = plan.num_guesses if samples else 0
         if captured is not None:
-            return captured.run(self._pack(data, captured.shape, samples), num_guesses)
-        dense = data.take_dense_prefixes(self._dense.lengths) if self._uses_dense else ()
+            return captured.run(self._batches.pack(data, captured.shape, samples), num_guesses)
+        dense = self._batches.take_dense(data)
         shape = data.exact
-        packed = self._pack(data, shape, samples).to(self._kv.device, non_blocking=True)
+        packed = self._batches.pack(data, shape, samples).to(self._device, non_blocking=True)
         outputs = self._forward(StepInputs.of(packed, shape), dense)
         outputs.guesses.make(num_guesses)
         return outputs
 
-    def _pack(self, data: StepData, shape: StepShape, samples: bool) -> Tensor:
-        """Pack the inputs into pinned memory. torch does not reuse it before the GPU has read it."""
-        packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.like.is_cuda)
-        data.pack(packed.numpy(), shape, samples)
-        return packed
-
-    def _forward(self, inputs: StepInputs, dense: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
-        rows, groups = self._rows, []
-        for group in self._kv.all_groups:
-            sizes = (group.num_heads, group.block_tokens, group.pages_per_block)
-            table = rows.tables[group.kv_set]
-            token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, table, *sizes)
-            where = (table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
-            spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form, group.reach)
-            groups.append(GroupInputs(group.split.slots(slots, group.block_tokens), spans, group))
-        num_groups, features = len(self._kv.groups), self._drafter.start()
-        batch = ForwardBatch(token_ids, positions, tuple(groups[:num_groups]), *groups[num_groups:])
+    def _forward(self, inputs: StepInputs, dense: Dense = ()) -> StepOutputs:
+        features, batch = self._drafter.start(), self._batches.batch(inputs, dense)
         hidden = self._model(batch, features.taps)
-        heads = inputs.heads
-        step = DraftStep(batch, inputs.tokens[0], heads, features.value())
-        if not heads.shape[1]:
-            guesses = self._drafter.draft(step, heads[0], heads[0])
-            return StepOutputs(None, heads[0], heads[0], token_ids, positions, step, guesses)
-        logits = self._model.logits(hidden[heads[0]])
-        sampled = sample_rows_triton(logits, heads[1], head_lengths_triton(heads, positions), rows.settings)
-        counts = verify_triton(heads, token_ids, positions, sampled, rows.tokens)
-        guesses = self._drafter.draft(step, sampled, counts)
-        return StepOutputs(logits, sampled, counts, token_ids, positions, step, guesses)
+        step = DraftStep(batch, inputs.tokens[0], inputs.heads, features.value())
+        return sample_step(self._model, self._rows, self._drafter, step, hidden[inputs.heads[0]])
+
+
+def sample_step(model: Model, rows: RowTable, drafter: Drafter, step: DraftStep, hidden: Tensor) -> StepOutputs:
+    """Sample, verify the drafts and take the step into the draft model. `hidden` are the states of the heads, after the last
+    layer."""
+    heads, token_ids, positions = step.heads, step.batch.token_ids, step.batch.positions
+    if not heads.shape[1]:
+        guesses = drafter.draft(step, heads[0], heads[0])
+        return StepOutputs(None, heads[0], heads[0], token_ids, positions, step, guesses)
+    logits = model.logits(hidden)
+    sampled = sample_rows_triton(logits, heads[1], head_lengths_triton(heads, positions), rows.settings)
+    counts = verify_triton(heads, token_ids, positions, sampled, rows.tokens)
+    guesses = drafter.draft(step, sampled, counts)
+    return StepOutputs(logits, sampled, counts, token_ids, positions, step, guesses)
 
 
 def max_captured_tokens(needed: int) -> int:
@@ -171,7 +139,7 @@ def _smallest_fitting(sizes: Sequence[int], needed: int) -> int:
     return min((size for size in sizes if size >= needed), default=max(sizes))
 
 
-def _shapes(max_rows: int, captured_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
+def step_shapes(max_rows: int, captured_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
     """Return the shapes to capture before serving, and those to capture later.
 
     A shape for decoding also holds steps that verify drafts, with fewer rows than tokens.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,20 @@ _GUESSES_OF_EACH_KIND = 2  # the first one and a further one
 _Result = TypeVar("_Result")
 
 
+class GraphOutputs(Protocol):
+    """What a captured step returns, a dataclass."""
+
+    @property
+    def guesses(self) -> Guesses:
+        """The guesses of a draft model after the step."""
+
+    def borrowed(self: _Result, guesses: Guesses) -> _Result:
+        """Return the outputs of a captured step: large tensors do not keep their memory, and the guesses are captured ones."""
+
+
+_Outputs = TypeVar("_Outputs", bound=GraphOutputs)
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """What a step returns. A head is a token whose logits are computed."""
@@ -39,17 +53,23 @@ class StepOutputs:
     draft: DraftStep
     guesses: Guesses  # of a draft model, after the step
 
+    def borrowed(self, guesses: Guesses) -> StepOutputs:
+        logits = None if self.logits is None else borrow(self.logits)
+        features = self.draft.features
+        draft = replace(self.draft, features=borrow(features) if features.is_cuda else features)
+        return replace(self, logits=logits, draft=draft, guesses=guesses)
+
 
 @dataclass(frozen=True, slots=True)
-class CapturedStep:
+class CapturedStep(Generic[_Outputs]):
     """A captured graph with its input and output buffers."""
 
     shape: StepShape
     inputs: StepInputs
-    outputs: StepOutputs
+    outputs: _Outputs
     graph: torch.cuda.CUDAGraph
 
-    def run(self, packed: Tensor, num_guesses: int) -> StepOutputs:
+    def run(self, packed: Tensor, num_guesses: int) -> _Outputs:
         """Replay the step, and make guesses after it. The outputs are valid until the next captured step runs."""
         self.inputs.packed.copy_(packed, non_blocking=True)
         self.graph.replay()
@@ -57,12 +77,12 @@ class CapturedStep:
         return self.outputs
 
 
-class StepGraphs:
-    """The captured steps of one model."""
+class StepGraphs(Generic[_Outputs]):
+    """The captured steps of one model, or of a part of it. What `forward` reads besides its inputs stays at its address."""
 
     def __init__(
         self,
-        forward: Callable[[StepInputs], StepOutputs],
+        forward: Callable[[StepInputs], _Outputs],
         first: Sequence[StepShape],
         rest: Sequence[StepShape],
         device: torch.device,
@@ -74,7 +94,7 @@ class StepGraphs:
         # Large shapes first: the smaller ones then reuse their memory.
         self._uncaptured = [shape for shapes in (first, rest) for shape in sorted(shapes, key=_cost, reverse=True)]
         self._by_cost = sorted(self._uncaptured, key=_cost)
-        self._captured: dict[StepShape, CapturedStep] = {}
+        self._captured: dict[StepShape, CapturedStep[_Outputs]] = {}
         self._missed: Counter[StepShape] = Counter()
 
     @cached_property
@@ -102,7 +122,7 @@ class StepGraphs:
         self._get(self._uncaptured[0])
         return True
 
-    def find(self, needed: StepShape) -> CapturedStep | None:
+    def find(self, needed: StepShape) -> CapturedStep[_Outputs] | None:
         """Return the cheapest captured step that has room for a step of the shape `needed`, or None."""
         holding = (shape for shape in self._by_cost if shape.holds(needed))
         best = next(holding, None)
@@ -113,27 +133,24 @@ class StepGraphs:
             return self._get(best)
         return next((self._captured[shape] for shape in holding if shape in self._captured), None)
 
-    def _get(self, shape: StepShape) -> CapturedStep:
+    def _get(self, shape: StepShape) -> CapturedStep[_Outputs]:
         if shape not in self._captured:
             self._captured[shape] = self._capture(shape)
             self._uncaptured.remove(shape)
         return self._captured[shape]
 
     @torch.inference_mode()
-    def _capture(self, shape: StepShape) -> CapturedStep:
+    def _capture(self, shape: StepShape) -> CapturedStep[_Outputs]:
         inputs = StepInputs.empty(shape, self._device)
         # It compiles kernels and loads libraries, which must not happen during the capture.
         self._forward(inputs).guesses.make(_GUESSES_OF_EACH_KIND)
         graph, outputs = self._captured_graph(lambda: self._forward(inputs))
-        if outputs.guesses is not NO_GUESSES:
+        guesses = outputs.guesses
+        if guesses is not NO_GUESSES:
             # The guesses are graphs of their own, so that a step can have any number of them. What they share with the step
             # stays allocated until all are captured.
-            guesses = Guesses(*(self._captured_graph(part)[0].replay for part in outputs.guesses))
-            outputs = replace(outputs, guesses=guesses)
-        logits = None if outputs.logits is None else _borrowed(outputs.logits)
-        features = outputs.draft.features
-        draft = replace(outputs.draft, features=_borrowed(features) if features.is_cuda else features)
-        return CapturedStep(shape, inputs, replace(outputs, logits=logits, draft=draft), graph)
+            guesses = Guesses(*(self._captured_graph(part)[0].replay for part in guesses))
+        return CapturedStep(shape, inputs, outputs.borrowed(guesses), graph)
 
     def _captured_graph(self, function: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
         """Capture what a function launches. Return the graph, and what the function returned."""
@@ -162,7 +179,7 @@ class _BorrowedMemory:
         }
 
 
-def _borrowed(x: Tensor) -> Tensor:
+def borrow(x: Tensor) -> Tensor:
     """Return the same values without keeping the memory allocated, so that graphs captured later can reuse it.
 
     The logits of all captured shapes together would take about 1 GiB.

@@ -17,11 +17,15 @@ from stoker.base import log as logs
 from stoker.base.allowance import usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.timeline import Timeline
+from stoker.engine.device_drafter import Drafter, NoDrafter
 from stoker.engine.draft_model import LoadedDraft
-from stoker.engine.gpu_steps import GpuSteps, can_page
+from stoker.engine.gpu_batches import StepBatches, can_page
+from stoker.engine.gpu_stages import device_steps
+from stoker.engine.gpu_steps import DeviceSteps
 from stoker.engine.grammar import NoGrammars
 from stoker.engine.memory import ResolvedSettings
 from stoker.engine.rows import RowTable
+from stoker.engine.stage_taps import StageTaps
 from stoker.kernels.compiled.compile_ahead import KernelLaunch, compile_all, recorded_launches
 from stoker.kernels.compiled.kernel_archive import KernelArchive, shipped_archive
 from stoker.kernels.compiled.kernel_cache import CacheCounts, KernelCache, install
@@ -30,6 +34,7 @@ from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily
+from stoker.parallel.stages import ONE_STAGE, Stages
 
 _META = torch.device("meta")
 _MAX_THREADS = 16
@@ -49,10 +54,14 @@ def build_model(family: ModelFamily, resolved: ResolvedSettings, device: torch.d
 
 
 def make_stand_in(
-    family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, checkpoint: DraftCheckpoint | None = None
-) -> GpuSteps | None:
+    family: ModelFamily,
+    resolved: ResolvedSettings,
+    layout: KvLayout,
+    checkpoint: DraftCheckpoint | None = None,
+    stages: Stages = ONE_STAGE,
+) -> DeviceSteps | None:
     """Return the steps of this model on meta tensors, or None if no kernel supports its shape. `checkpoint` is that of its
-    draft model.
+    draft model, which is None in all `stages` but the first.
 
     Call it on the main thread: building a model changes torch's default dtype, which all threads share.
     """
@@ -66,15 +75,20 @@ def make_stand_in(
     rows = RowTable(
         resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars(), num_sets=len(layout.sets)
     )
-    options = (family.shape.num_heads, resolved.captured_tokens, resolved.exact, resolved.drafters.is_on)
-    if checkpoint is None:
-        return GpuSteps(model, kv, rows, *options)
-    draft = LoadedDraft.stand_in(checkpoint, model, resolved, _META)
-    return GpuSteps(model, kv, rows, *options, draft.drafter(kv, rows, paged=True), draft.num_heads)
+    drafter: Drafter = NoDrafter()
+    draft_heads = 0
+    if checkpoint is not None:
+        draft = LoadedDraft.stand_in(checkpoint, model, resolved, _META)
+        drafter = draft.drafter(kv, rows, paged=True)
+        draft_heads = draft.num_heads
+    taps = StageTaps(stages, () if checkpoint is None else checkpoint.taps)
+    options = (family.shape.num_heads, resolved.exact, resolved.drafters.is_on, draft_heads)
+    batches = StepBatches(model, kv, rows, *options)
+    return device_steps(batches, model, kv, rows, resolved.captured_tokens, drafter, stages, taps)
 
 
 @torch.inference_mode()
-def find_launches(stand_in: GpuSteps, *, with_rest: bool) -> list[KernelLaunch]:
+def find_launches(stand_in: DeviceSteps, *, with_rest: bool) -> list[KernelLaunch]:
     """Return the launches of the steps that are captured at the start, or `with_rest` of all steps."""
     with recorded_launches() as launches, ShapesOnly():
         stand_in.dry_run(with_rest=with_rest)
@@ -96,6 +110,7 @@ def prepare_kernels(
     resolved: ResolvedSettings,
     layout: KvLayout,
     checkpoint: DraftCheckpoint | None = None,
+    stages: Stages = ONE_STAGE,
 ) -> PreparedKernels:
     """Begin to compile and load the kernels for the first steps. A CPU needs none."""
     if resolved.device.type != "cuda":
@@ -104,7 +119,7 @@ def prepare_kernels(
     install(cache)
     begun_s = time.time()
     try:
-        stand_in = make_stand_in(family, resolved, layout, checkpoint)
+        stand_in = make_stand_in(family, resolved, layout, checkpoint, stages)
     except Exception as error:  # kernels are then compiled one by one, when they are launched
         log.warning("kernels_not_planned", reason=repr(error))
         stand_in = None
@@ -142,7 +157,7 @@ def load_kernel(kernel: Any) -> None:
 class _CompilingAhead:
     """Compiles a model's kernels on threads of its own. Nothing that fails here stops a start: the launch compiles."""
 
-    def __init__(self, counts: CacheCounts, stand_in: GpuSteps | None, device: torch.device, begun_s: float) -> None:
+    def __init__(self, counts: CacheCounts, stand_in: DeviceSteps | None, device: torch.device, begun_s: float) -> None:
         self.counts = counts
         self._device = device.index if device.index is not None else torch.cuda.current_device()
         self._begun_s = begun_s
@@ -154,7 +169,7 @@ class _CompilingAhead:
             timeline.add(*stage)
         self._threads.shutdown()
 
-    def _compile(self, stand_in: GpuSteps | None) -> list[tuple[str, float, float]]:
+    def _compile(self, stand_in: DeviceSteps | None) -> list[tuple[str, float, float]]:
         """Return the stages for the timeline: name, begin and end."""
         launches: list[KernelLaunch] = []
         try:

@@ -17,8 +17,8 @@ from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
 from stoker.engine.draft_model import LoadedDraft
+from stoker.engine.gpu_batches import cut_heads
 from stoker.engine.gpu_memory import WorkingMemory
-from stoker.engine.gpu_steps import cut_heads
 from stoker.engine.grammar import Grammars
 from stoker.engine.kernel_limits import check_limits
 from stoker.engine.kernel_plan import PreparedKernels, build_model, prepare_kernels
@@ -39,6 +39,7 @@ from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily
 from stoker.models.weights import load, parameter_slices
 from stoker.parallel.shard import WHOLE, Shard
+from stoker.parallel.stages import kept_bytes_per_token
 
 Progress = Callable[[str, int, int], None]
 
@@ -86,7 +87,8 @@ def build_part(
     timeline = timeline or Timeline()
     checkpoint = source.draft if place.stages.is_first else None
     family = family.sharded(place.shard) if place.layout.num_ranks > 1 else family
-    kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved, place.shard), checkpoint)
+    layout = kv_layout(family, resolved, place.shard)
+    kernels = prepare_kernels(settings, family, resolved, layout, checkpoint, place.stages)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
@@ -219,6 +221,9 @@ def working_memory(
 ) -> WorkingMemory:
     """Return the plan of a rank's memory besides weights and KV. `bytes_per_token` are those of all models together.
     `partial_bytes`: what numerics=exact adds."""
+    context_bytes = partial(exchanged_bytes, family.kv_groups[0].width, shard.cp, resolved.dtype.itemsize)
+    if shard.layers is not None:
+        bytes_per_token += kept_bytes_per_token(family.shape.hidden_size, resolved.dtype.itemsize)
     return WorkingMemory.plan(
         resolved.step_tokens,
         resolved.captured_tokens,
@@ -230,7 +235,7 @@ def working_memory(
         partial_bytes,
         0 if draft is None else draft.logits_bytes(resolved.max_rows),
         shard.has_ends,
-        partial(exchanged_bytes, family.kv_groups[0].width, shard.cp, resolved.dtype.itemsize),
+        context_bytes,
     )
 
 

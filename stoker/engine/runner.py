@@ -19,7 +19,10 @@ from stoker.base import garbage
 from stoker.base.errors import ConfigError
 from stoker.engine.device_drafter import Drafter, DraftStep, NoDrafter
 from stoker.engine.draft_model import LoadedDraft
-from stoker.engine.gpu_steps import GpuSteps, can_page
+from stoker.engine.gpu_batches import StepBatches, can_page
+from stoker.engine.gpu_stages import device_steps
+from stoker.engine.gpu_steps import DeviceSteps
+from stoker.engine.graphs import StepOutputs
 from stoker.engine.heads import SamplingSpan, first_heads, heads_of, sampling_spans
 from stoker.engine.inputs import build_inputs
 from stoker.engine.interrupt import NO_INTERRUPT, StepInterrupted
@@ -63,7 +66,7 @@ class PendingStep:
     verified: VerifiedTokens | None
     states: list[RowState]  # of the sampling spans, in their order; empty if all of them are plain
     started_s: float
-    done: torch.cuda.Event | None  # recorded after the sampled tokens have been copied to the host
+    done: torch.cuda.Event | None  # recorded after this stage's part, and again after the copy of tokens sampled later
     before: PendingStep | None = None  # the step launched before; it may have sampled for rows missing here
     drafts_grammar: bool = False  # return what the grammars force as drafts
     finish: Callable[[], VerifiedTokens | None] | None = None  # samples, after the later stages of a pipeline
@@ -85,6 +88,8 @@ class PendingStep:
             if self.finish is not None:
                 with torch.inference_mode():
                     self.verified, self.finish = self.finish(), None
+                if self.done is not None and self.verified is not None:
+                    self.done.record()
             if self.done is not None:
                 self.done.synchronize()
             self._ended_s = time.monotonic()
@@ -203,10 +208,6 @@ class Runner:
         self._rows = rows
         self._threads = threads
         has_kernels = can_page(kv)
-        if has_kernels and stages.is_deferred:
-            raise ConfigError(
-                "pp: the GPU kernels run whole models, so that stages are for CPUs only; use --tp with all GPUs of this machine"
-            )
         if exact and kv.like.is_cuda and not has_kernels:
             widths = sorted({group.width for group in kv.all_groups})
             raise ConfigError(
@@ -216,11 +217,12 @@ class Runner:
         self._drafter: Drafter = NoDrafter()
         if draft is not None:
             self._drafter = draft.drafter(kv, rows, paged=has_kernels, attention_dtype=attention_dtype)
-        self._gpu_steps: GpuSteps | None = None
+        self._gpu_steps: DeviceSteps | None = None
         if has_kernels:
-            drafter = (self._drafter, 0 if draft is None else draft.num_heads)
-            options = (num_heads, captured_tokens, exact, verifies, *drafter)
-            self._gpu_steps = GpuSteps(model, kv, rows, *options)
+            draft_heads = 0 if draft is None else draft.num_heads
+            batches = StepBatches(model, kv, rows, num_heads, exact, verifies, draft_heads)
+            parts = (batches, model, kv, rows, captured_tokens, self._drafter)
+            self._gpu_steps = device_steps(*parts, stages, self._taps)
         self._last: PendingStep | None = None
         self.interrupt = NO_INTERRUPT  # only for a runner without other ranks, whose steps are launched one by one
 
@@ -273,15 +275,14 @@ class Runner:
         states = [self._rows.states[span.row] for span in plan.spans if span.samples]
         plain = all(state.is_plain for state in states)
         gpu_steps = self._gpu_steps
-        finish = None
         if gpu_steps is None:
             try:
                 finish = self._step(plan, states)
             except StepInterrupted:
                 return PendingStep(plan, None, [], started_s, None, is_interrupted=True)
-            verified = None if self._stages.is_deferred else finish()
         else:
-            verified = self._gpu_step(gpu_steps, plan, states, plain)
+            finish = self._gpu_step(gpu_steps, plan, states, plain)
+        verified = None if self._stages.is_deferred else finish()
         done = None
         if self._kv.like.is_cuda:
             # Also if nothing is sampled: otherwise all steps of a long prefill would be launched at once.
@@ -302,9 +303,21 @@ class Runner:
                 self._kv.copy([copy.src for copy in batch], [copy.dst for copy in batch], kv_set)
 
     def _gpu_step(
-        self, gpu_steps: GpuSteps, plan: StepPlan, states: list[RowState], plain: bool
+        self, gpu_steps: DeviceSteps, plan: StepPlan, states: list[RowState], plain: bool
+    ) -> Callable[[], VerifiedTokens | None]:
+        """Launch this stage's layers. The returned function samples."""
+        finish = gpu_steps.start(plan, samples=plain)
+
+        def sampled() -> VerifiedTokens | None:
+            outputs = finish()
+            return None if outputs is None else self._verified(plan, outputs, states, plain)
+
+        return sampled
+
+    def _verified(
+        self, plan: StepPlan, outputs: StepOutputs, states: list[RowState], plain: bool
     ) -> VerifiedTokens | None:
-        outputs = gpu_steps.run(plan, samples=plain)
+        """Return what a GPU step sampled, after sampling what it cannot sample by itself."""
         if not states:
             return None
         firsts = first_heads(plan) if plan.num_drafts else range(len(states))

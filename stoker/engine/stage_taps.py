@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -10,24 +11,32 @@ from stoker.layers.features import Tap
 from stoker.models.draft import StepFeatures
 from stoker.parallel.stages import Stages
 
+_NOTHING_TAPPED: Mapping[int, Tensor] = MappingProxyType({})
+
 
 class StageTaps:
     """The taps of one rank. `layers` are those of the draft model, in ascending order; only the first stage has the model."""
 
     def __init__(self, stages: Stages, layers: Sequence[int]) -> None:
         self._stages = stages
-        self._sent = [] if stages.is_first else [layer for layer in layers if stages.is_here(layer)]
+        self.layers = [layer for layer in layers if stages.is_here(layer)]
+        """Those of this stage, counted in the whole model."""
 
     def here(self, features: StepFeatures) -> list[Tap]:
         """Return the taps for the forward pass of this stage. Later stages send what they find to the first one."""
         stages = self._stages
         if stages.is_first:
             return [tap for tap in features.taps if stages.is_here(tap.layer)]
-        return [Tap(layer - stages.first_layer, stages.send_feature) for layer in self._sent]
+        return [Tap(layer - stages.first_layer, stages.send_feature) for layer in self.layers]
 
-    def collect(self, features: StepFeatures, num_tokens: int) -> Tensor:
-        """Return the features of a step after all stages have run it. Called in the first stage, once per step."""
+    def collect(
+        self, features: StepFeatures, num_tokens: int, tapped: Mapping[int, Tensor] = _NOTHING_TAPPED
+    ) -> Tensor:
+        """Return the features of a step after all stages have run it. Called in the first stage, once per step. `tapped` has the
+        hidden states of this stage's layers, if `here` was not used in the forward pass."""
         for tap in features.taps:
             if not self._stages.is_here(tap.layer):
                 tap.take(self._stages.receive_feature(num_tokens, tap.layer))
+            elif tap.layer in tapped:
+                tap.take(tapped[tap.layer])
         return features.value()

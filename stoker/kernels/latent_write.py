@@ -4,7 +4,7 @@
 q [tokens, heads, nope + rope]: the last `rope` values of each head are rotated in place
 kv [tokens, latent + rope]   ->  entries, like kv: the normed latent and the rotated key, as the cache holds them
 cos, sin [tokens, rope]; positions [tokens], -1 is padding: a query of zeros, no KV
-pages: the layer's (kv_pages.py), with one head of latent + rope values; slots [tokens], below zero: on another rank
+pages: the layer's (latent_pages.py); slots [tokens], below zero: on another rank
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from stoker.kernels.dispatch import (
     use_triton,
     wait_for_inputs,
 )
-from stoker.kernels.kv_pages import has_scales, kv_write
+from stoker.kernels.kv_pages import LARGEST_CODE, from_codes, kernel_pages, to_codes, upper_half
+from stoker.kernels.latent_pages import entries_write, entry_tokens
 from stoker.kernels.linear import Norm
 from stoker.kernels.norm import rms_norm
 from stoker.kernels.rope import rope
@@ -37,14 +38,15 @@ def latent_write_ref(
     latent, key = kv.split([kv.shape[1] - width, width], 1)
     q[..., -width:] = rope(q[..., -width:], cos, sin)
     entries = torch.cat([rms_norm(latent, norm.weight, norm.eps), rope(key[:, None], cos, sin)[:, 0]], 1)
-    return kv_write(entries[:, None], pages, slots, may_lack_slots=True)[:, 0]
+    return entries_write(entries, pages, slots, latent.shape[1])
 
 
 @triton.jit
 def _latent_write(
     q, kv, norm, cos, sin, positions, pages, slots, entries, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, BLOCK_LATENT: tl.constexpr, ROPE: tl.constexpr,
-    AT_ONCE: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, LARGEST: tl.constexpr, INT8: tl.constexpr,
+    ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -65,21 +67,39 @@ def _latent_write(
         high = tl.load(src + LATENT + ROPE // 2 + column).to(tl.float32)
         left = (low * turn_cos - high * turn_sin).to(kv.dtype.element_ty)
         right = (high * turn_cos + low * turn_sin).to(kv.dtype.element_ty)
-        if ROUNDS:
-            if pages.dtype.element_ty == tl.float16:
-                found = tl.clamp(found.to(tl.float32), -65504.0, 65504.0)
-                left, right = (
-                    tl.clamp(left.to(tl.float32), -65504.0, 65504.0),
-                    tl.clamp(right.to(tl.float32), -65504.0, 65504.0),
-                )
-            found = found.to(pages.dtype.element_ty)
-            left, right = left.to(pages.dtype.element_ty), right.to(pages.dtype.element_ty)
         slot = tl.load(slots + token).to(tl.int64)
-        place = pages + slot * (LATENT + ROPE)
-        if (position >= 0) & (slot >= 0):
-            tl.store(place + value, found, mask=inside)
-            tl.store(place + LATENT + column, left)
-            tl.store(place + LATENT + ROPE // 2 + column, right)
+        is_held = (position >= 0) & (slot >= 0)
+        if LARGEST > 0:  # pages with scales
+            found, left, right = found.to(tl.float32), left.to(tl.float32), right.to(tl.float32)
+            upper = upper_half(tl.maximum(tl.max(tl.abs(found)) * (1 / LARGEST), 1e-30))
+            scale = (upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+            codes, low, high = to_codes(found * tl.div_rn(1.0, scale), INT8), upper_half(left), upper_half(right)
+            page, place = pages + slot // BLOCK_TOKENS * PAGE, slot % BLOCK_TOKENS
+            keys = (page + BLOCK_TOKENS * LATENT).to(tl.pointer_type(tl.uint16)) + place * ROPE
+            scales = (page + BLOCK_TOKENS * (LATENT + 2 * ROPE)).to(tl.pointer_type(tl.uint16))
+            if is_held:
+                tl.store(page + place * LATENT + value, codes, mask=inside)
+                tl.store(keys + column, low)
+                tl.store(keys + ROPE // 2 + column, high)
+                tl.store(scales + place, upper)
+            found = from_codes(codes, INT8) * scale
+            left = (low.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+            right = (high.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        else:
+            if ROUNDS:
+                if pages.dtype.element_ty == tl.float16:
+                    found = tl.clamp(found.to(tl.float32), -65504.0, 65504.0)
+                    left, right = (
+                        tl.clamp(left.to(tl.float32), -65504.0, 65504.0),
+                        tl.clamp(right.to(tl.float32), -65504.0, 65504.0),
+                    )
+                found = found.to(pages.dtype.element_ty)
+                left, right = left.to(pages.dtype.element_ty), right.to(pages.dtype.element_ty)
+            place = pages + slot * (LATENT + ROPE)
+            if is_held:
+                tl.store(place + value, found, mask=inside)
+                tl.store(place + LATENT + column, left)
+                tl.store(place + LATENT + ROPE // 2 + column, right)
         entry = entries + token * (LATENT + ROPE)
         tl.store(entry + value, found.to(entries.dtype.element_ty), mask=inside)
         tl.store(entry + LATENT + column, left.to(entries.dtype.element_ty))
@@ -110,9 +130,11 @@ def latent_write_triton(
     (num_tokens, num_heads, head_dim), width, overlap = q.shape, cos.shape[1], overlaps(q)
     latent, entries = kv.shape[1] - width, torch.empty_like(kv)
     _latent_write[(num_tokens, 1 + cdiv(num_heads, _HEADS_AT_ONCE))](
-        q, kv, norm.weight, cos, sin, positions, pages, slots, entries, norm.eps,
+        q, kv, norm.weight, cos, sin, positions, kernel_pages(pages), slots, entries, norm.eps,
         HEADS=num_heads, DIM=head_dim, LATENT=latent, BLOCK_LATENT=next_power_of_2(latent), ROPE=width,
-        AT_ONCE=_HEADS_AT_ONCE, ROUNDS=pages.dtype != kv.dtype, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+        AT_ONCE=_HEADS_AT_ONCE, BLOCK_TOKENS=entry_tokens(pages, latent, width), PAGE=pages.shape[1],
+        LARGEST=LARGEST_CODE.get(pages.dtype, 0.0), INT8=pages.dtype == torch.int8, ROUNDS=pages.dtype != kv.dtype,
+        OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return entries
 
@@ -120,6 +142,5 @@ def latent_write_triton(
 def latent_write(
     q: Tensor, kv: Tensor, norm: Norm, cos: Tensor, sin: Tensor, positions: Tensor, pages: Tensor, slots: Tensor
 ) -> Tensor:
-    has_kernel = use_triton(q) and is_power_of_2(cos.shape[1]) and not has_scales(pages)
-    run = latent_write_triton if has_kernel else latent_write_ref
+    run = latent_write_triton if use_triton(q) and is_power_of_2(cos.shape[1]) else latent_write_ref
     return run(q, kv, norm, cos, sin, positions, pages, slots)

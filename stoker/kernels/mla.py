@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Multi-head latent attention (MLA) over the paged KV cache.
 
-q [tokens, heads, nope + rope]   pages: one head of latent + rope values per token (latent_write.py)
+q [tokens, heads, nope + rope]   pages: an entry of latent + rope values per token (latent_pages.py)
 weight [heads, nope + value, latent]: what expands a latent to the k and v of each head   ->  [tokens, heads, value]
 
 There are two ways to the same result. Absorbed: the query is multiplied by the weight's part for k, attends to the
@@ -11,7 +11,7 @@ verification and chunks of prompts; the first tokens of a prompt are expanded. W
 because the two forms round differently.
 
 The kernel takes some heads of one token as the rows of a tile, and the pieces of paged.py. If ranks split the context, it
-computes the part of a rank (mla_split.py).
+computes the part of a rank (mla_split.py). Pages of 8-bit entries have a kernel of their own (mla_codes.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from stoker.kernels.attention_rows import RowGroup, row_attention
 from stoker.kernels.block_split import ALL_TOKENS, BlockSplit
 from stoker.kernels.dispatch import is_power_of_2, next_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
 from stoker.kernels.head_matmul import head_matmul
-from stoker.kernels.kv_pages import has_scales, kv_read, page_tokens
+from stoker.kernels.kv_pages import kernel_pages, page_options
+from stoker.kernels.latent_pages import entries_read, entry_tokens
+from stoker.kernels.mla_codes import attend_latent_codes
 from stoker.kernels.paged import PagedSpans, max_parts, new_parts, tile_tokens
 from stoker.kernels.paged_parts import join_tiles, merge
 from stoker.kernels.pieces import FIELDS
@@ -78,19 +80,13 @@ def _tile_heads(num_heads: int) -> int:
     return next(heads for heads in range(min(num_heads, _TILE_HEADS), 0, -1) if num_heads % heads == 0)
 
 
-def fits(x: Tensor, pages: Tensor, block_tokens: int, width: int) -> bool:
+def fits(x: Tensor, block_tokens: int, width: int) -> bool:
     """Return True if the kernel supports this device, dtype, block size and width of an entry: a power of two for the
     latent, and a smaller one for the rotated key."""
     latent = 1 << (width.bit_length() - 1)
     rope = width - latent
     is_width = _MIN_DOT <= rope < latent <= 512 and is_power_of_2(rope)
-    return (
-        use_triton(x)
-        and is_width
-        and is_power_of_2(block_tokens)
-        and block_tokens >= _MIN_DOT
-        and not has_scales(pages)
-    )
+    return use_triton(x) and is_width and is_power_of_2(block_tokens) and block_tokens >= _MIN_DOT
 
 
 def absorbed_ref(
@@ -110,10 +106,11 @@ def _attend_ref(query: Tensor, pages: Tensor, group: SpanGroup | RowGroup, shape
             keys = pages.view(-1, width)
         else:
             assert group.dtype is not None
-            keys = kv_read(pages, _key_pages(group.gathered), width, group.dtype).view(-1, width)
+            read = entries_read(pages, _key_pages(group.gathered), latent, shape.rope, group.dtype)
+            keys = read.view(-1, width)
             query = query.to(group.dtype)
         return row_attention(query.contiguous(), keys, keys, group, scale)[..., :latent]
-    keys = _gathered(pages, group, width)
+    keys = _gathered(pages, group, shape)
     query = query.to(group.dtype)
     if isinstance(group.tokens, slice):
         keys = keys.expand(shape.num_heads, -1, -1)
@@ -131,10 +128,10 @@ def _key_pages(pages: Tensor) -> Tensor:
     return pages[: len(pages) // 2]
 
 
-def _gathered(pages: Tensor, group: SpanGroup, width: int) -> Tensor:
+def _gathered(pages: Tensor, group: SpanGroup, shape: LatentShape) -> Tensor:
     """[spans, keys, width]"""
-    entries = kv_read(pages, _key_pages(group.pages), width, group.dtype)
-    return entries.view(group.num_spans, -1, width)[:, : group.num_keys]
+    entries = entries_read(pages, _key_pages(group.pages), shape.latent, shape.rope, group.dtype)
+    return entries.view(group.num_spans, -1, shape.width)[:, : group.num_keys]
 
 
 def expanded(
@@ -185,7 +182,7 @@ def mla_attention_ref(
             and isinstance(group.tokens, slice)
             and shape.expands(len(own_q), group.num_keys)
         ):
-            entries = _gathered(pages, group, shape.width)[0]
+            entries = _gathered(pages, group, shape)[0]
             wide = (own_q.to(group.dtype), entries, weight.to(group.dtype), shape, scale, group.mask, group.is_causal)
             out[group.tokens] = expanded(*wide).to(q.dtype)
         else:
@@ -288,9 +285,11 @@ def latent_attention_triton(
     num_tiles, rows, block_tokens = (
         num_heads // shared,
         max(_MIN_DOT, next_power_of_2(shared)),
-        page_tokens(pages, latent + rope),
+        entry_tokens(pages, latent, rope),
     )
-    where = (q, turned_q, pages, spans.table, spans.token_rows, spans.positions)
+    codes = page_options(pages)
+    attend = attend_latent_codes if codes else _attend_latent
+    where = (q, turned_q, kernel_pages(pages), spans.table, spans.token_rows, spans.positions)
     common = (
         *(spans.finished, q if sums is None else sums, scale * LOG2_E, spans.table.stride(0), spans.pages_per_block),
         *(turned_q.stride(1), split.index),
@@ -298,20 +297,20 @@ def latent_attention_triton(
     options = {
         "TILES": num_tiles, "SHARED": shared, "ROWS": rows, "LATENT": latent, "ROPE": rope, "BLOCK": block_tokens,
         "KEYS": min(_KEYS, block_tokens), "FIELDS": FIELDS, "CONTEXTS": split.of, "OVERLAP": overlap, "num_warps": 8,
-        "num_stages": 2, "launch_pdl": overlap,
+        "num_stages": 2, "launch_pdl": overlap, **codes,
     }  # fmt: skip
     if len(spans.singles):
         programs = len(spans.singles) * num_tiles if exact else _PROGRAMS
         parts = new_parts(q, len(spans.singles), programs, num_tiles, rows)
         grid = (num_tiles, len(spans.singles), 1)
-        _attend_latent[grid](*where, spans.singles, *parts, *common, TOKENS=1, MERGES=sums is None, **options)
+        attend[grid](*where, spans.singles, *parts, *common, TOKENS=1, MERGES=sums is None, **options)
         if sums is not None:
             join_split(q, sums, spans.positions, spans.singles, parts, shared, rows, 1, programs)
     if len(spans.tiles):
         tokens = tile_tokens(_TILE_HEADS, q.dtype)
         parts = new_parts(q, len(spans.tiles), _PROGRAMS, num_tiles, tokens * rows)
         grid = (num_tiles, len(spans.tiles), tokens)
-        _attend_latent[grid](*where, spans.tiles, *parts, *common, TOKENS=tokens, MERGES=False, **options)
+        attend[grid](*where, spans.tiles, *parts, *common, TOKENS=tokens, MERGES=False, **options)
         if exact:  # then keys of tiles are not split
             return q
         if sums is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stoker.kernels.attention import SpanShape
 from stoker.kernels.block_split import BlockSplit
-from stoker.kernels.kv_pages import kv_read
+from stoker.kernels.latent_pages import entries_read
 from stoker.kernels.mla import LOG2_E, LatentShape, latent_attention_triton
 from stoker.kernels.paged import PagedSpans
 
@@ -77,7 +77,7 @@ def split_attention_ref(
     query = query.to(spans.dtype)
     found, sums = query.new_empty(*query.shape[:2], shape.latent), query.new_empty(query.shape[:2])
     for span in spans.spans:
-        keys = kv_read(pages, span.pages, shape.width, spans.dtype).view(-1, shape.width)
+        keys = entries_read(pages, span.pages, shape.latent, shape.rope, spans.dtype).view(-1, shape.width)
         # Keys that no token of the span sees may be anything, and no number times infinity is zero.
         keys = keys.where(span.visible.any(0)[:, None], 0.0)
         scores = torch.matmul(query[span.tokens], keys.t()) * scale

@@ -39,8 +39,8 @@ from stoker.kernels.quant import QuantWeight, dequantise_ref
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer. With `exact`, a token's result does not depend on the other tokens of a step. A rank may hold
-    some of the experts; `partial` says that another rank adds the input."""
+    """The experts of a layer. With `exact`, a token's result does not depend on the other tokens of a step. The
+    weights and biases are those of the experts that the router names; `partial` says that another rank adds the input."""
 
     router: ExpertRouter
     gate_up: Tensor | QuantWeight
@@ -49,23 +49,16 @@ class Experts:
     exact: bool = False
     gate: Gate = SILU
     down_bias: Tensor | None = None  # [experts, hidden]
-    first: int = 0  # the first expert that this rank holds
     partial: bool = False
-
-    @property
-    def num_held(self) -> int:
-        """The experts of this rank."""
-        return len(self.gate_up) if isinstance(self.gate_up, Tensor) else self.gate_up.shape[0] // (2 * self.granule)
 
 
 def to_kernel_layout(
     router: ExpertRouter, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, exact: bool = False, gate: Gate = SILU,
-    down_bias: Tensor | None = None, held: range | None = None, partial: bool = False,
+    down_bias: Tensor | None = None, partial: bool = False,
 ) -> Experts:  # fmt: skip
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
-    expert all of gate, then all of up. They are consumed. `held` are the experts of this rank, by default all."""
-    held = held or range(len(router))
-    num_experts = len(held)
+    expert all of gate, then all of up. They are consumed."""
+    num_experts = len(router.held)
     granule = gate_up.shape[0] // num_experts // 2
     if isinstance(gate_up, Tensor):
         gate_up = gate_up.view(num_experts, -1, gate_up.shape[1])
@@ -74,7 +67,7 @@ def to_kernel_layout(
             interleave_gate_up(gate_up, granule)
     if isinstance(down, Tensor):
         down = down.view(num_experts, -1, down.shape[1])
-    return Experts(router, gate_up, down, granule, exact, gate, down_bias, held.start, partial)
+    return Experts(router, gate_up, down, granule, exact, gate, down_bias, partial)
 
 
 def interleave_gate_up(gate_up: Tensor, granule: int) -> None:
@@ -92,8 +85,8 @@ def plain_ref(weight: Tensor | QuantWeight, num_experts: int, dtype: torch.dtype
 
 def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     """Run expert after expert over the tokens that chose it."""
-    router = experts.router
-    gate_up, down = (plain_ref(weight, experts.num_held, x.dtype) for weight in (experts.gate_up, experts.down))
+    router, num_held = experts.router, len(experts.router.held)
+    gate_up, down = (plain_ref(weight, num_held, x.dtype) for weight in (experts.gate_up, experts.down))
     matmul = exact_matmul if experts.exact and x.device.type == "cpu" else torch.nn.functional.linear
     normed = rms_norm_ref(x, norm.weight, norm.eps)
     weights, chosen = choose_ref(matmul(normed, router.weight), router)
@@ -105,8 +98,8 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     outputs = x.new_zeros(len(order), x.shape[1])
     first = 0
     for expert, count in enumerate(counts):
-        held = expert - experts.first
-        if count and 0 <= held < experts.num_held:
+        held = expert - router.held.start
+        if count and 0 <= held < num_held:
             pairs = order[first : first + count]
             both = matmul(normed[pairs // top_k], gate_up[held])
             both = both.view(count, -1, 2, experts.granule).transpose(1, 2).reshape(count, -1)
@@ -126,7 +119,7 @@ def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
         return _down_few(x.zero_() if experts.partial else x, chosen, experts)
     lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, router)
     outputs = _down(lists, _gate_up(lists, experts), experts)
-    return combine(x.zero_() if experts.partial else x, outputs, lists.weights)
+    return combine(x.zero_() if experts.partial else x, outputs, lists)
 
 
 def _gate_up_few(x: Tensor, norm: Norm, logits: Tensor, experts: Experts) -> Chosen:

@@ -6,6 +6,8 @@ logits [tokens, experts]   ->  weights [tokens, top_k], float32   experts [token
 A score is the softmax or the sigmoid of a logit. With sigmoid scores, a correction may be added for the choice alone,
 and the choice may be limited to the best groups of experts: those with the largest sum of their two best. The functions
 of the kernels get logits in parts, from moe_route.py, without the scale of the token's norm.
+
+A rank may hold some of the experts. It chooses among all of them, and runs those that it holds.
 """
 
 from __future__ import annotations
@@ -53,6 +55,12 @@ class ExpertRouter:
     routing: Routing
     bias: Tensor | None = None  # [experts]
     correction: Tensor | None = None  # [experts], float32
+    part: range | None = None  # the experts that this rank holds; None: all
+
+    @property
+    def held(self) -> range:
+        """The experts that this rank holds."""
+        return self.part or range(len(self))
 
     def __len__(self) -> int:
         """Return the number of experts."""
@@ -67,12 +75,13 @@ class ExpertRouter:
     @property
     def constants(self) -> dict[str, int | bool]:
         """The arguments of the kernels that describe the routing."""
-        return _constants(self.routing, len(self))
+        return _constants(self.routing, len(self), len(self.held))
 
 
 @lru_cache(maxsize=64)
-def _constants(routing: Routing, num_experts: int) -> dict[str, int | bool]:
+def _constants(routing: Routing, num_experts: int, num_held: int) -> dict[str, int | bool]:
     return {
+        "HELD": num_held,
         "EXPERTS": num_experts, "BLOCK_EXPERTS": next_power_of_2(num_experts), "TOP_K": routing.top_k,
         "SIGMOID": routing.scoring == "sigmoid", "RENORMALISES": routing.renormalises, "ON_INPUT": routing.on_input,
         "HAS_BIAS": routing.bias, "HAS_CORRECTION": routing.correction,

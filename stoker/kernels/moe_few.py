@@ -4,7 +4,8 @@ reads the expert's weights itself.
 
 There are two kernels, and neither uses the tensor cores. Every program of the first kernel finds its pair's expert from
 the logits. The second kernel runs over all experts of a token, so that their weighted sum stays in one program. These
-kernels read plain weights; moe_quant_few.py has the quantised versions. moe.py has the reference.
+kernels read plain weights; moe_quant_few.py has the quantised versions. A pair whose expert another rank holds is only
+noted, because its weight scales those of the token's other pairs. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ class Chosen:
     """The output of the first kernel and input of the second, per pair."""
 
     inner: Tensor  # [pairs, width]
-    experts: Tensor  # [pairs]
+    experts: Tensor  # [pairs], counted from the first expert of this rank; -1: another rank holds it
     weights: Tensor  # [pairs], in float32; the second kernel scales the weights of a token's experts
     routing: Routing
+    is_split: bool  # other ranks have other experts
 
     @classmethod
-    def empty(cls, x: Tensor, routing: Routing, width: int) -> Chosen:
-        num_pairs = len(x) * routing.top_k
+    def empty(cls, x: Tensor, router: ExpertRouter, width: int) -> Chosen:
+        num_pairs = len(x) * router.routing.top_k
         experts = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
         weights = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
-        return cls(x.new_empty(num_pairs, width), experts, weights, routing)
+        is_split = len(router.held) < len(router)
+        return cls(x.new_empty(num_pairs, width), experts, weights, router.routing, is_split)
 
 
 @triton.jit
@@ -73,16 +76,19 @@ def share_of(
 
 @triton.jit
 def put_choice(
-    logits, expert, scale, bias, chosen, weights, pair,
+    logits, expert, first, scale, bias, chosen, weights, pair,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RENORMALISES: tl.constexpr, ON_INPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RENORMALISES: tl.constexpr, ON_INPUT: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Store a pair's expert and its weight."""
     share = 1.0
     if not ON_INPUT:
         share = share_of(logits, expert, scale, bias, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, RENORMALISES)
     tl.store(weights + pair, share)
-    tl.store(chosen + pair, expert.to(tl.int32))
+    local = expert - first
+    if HELD < EXPERTS:
+        local = tl.where((local >= 0) & (local < HELD), local, -1)
+    tl.store(chosen + pair, local.to(tl.int32))
 
 
 @triton.jit
@@ -93,13 +99,14 @@ def weighted(found, all_shares, scaling, RENORMALISES: tl.constexpr):
     return found * scaling
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _gate_up(
-    x, norm, logits, bias, correction, weight, gate_up_bias, inner, chosen, weights, eps,
+    x, norm, logits, bias, correction, weight, gate_up_bias, inner, chosen, weights, eps, first_expert,
     HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr,
     ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, GRANULE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, HELD: tl.constexpr,
+    GRANULE: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATE_BIAS: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -115,11 +122,21 @@ def _gate_up(
         mine, rank, size, bias, correction, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, HAS_CORRECTION,
         GROUPS, TOP_GROUPS, BLOCK_GROUPS, BLOCK_MEMBERS,
     )  # fmt: skip
+    held = expert
+    if HELD < EXPERTS:
+        held = expert - first_expert
+        if (held < 0) | (held >= HELD):
+            if tl.program_id(0) == 0:
+                put_choice(
+                    mine, expert, first_expert, row_scale(x + token * HIDDEN, eps, HIDDEN, BLOCK_HIDDEN), bias, chosen,
+                    weights, pair, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, RENORMALISES, ON_INPUT, HELD,
+                )  # fmt: skip
+            return
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < WIDTH
     column = tl.arange(0, BLOCK_IN)
     gate_row = out + (out // GRANULE) * GRANULE
-    gate_from = weight + expert * (2 * WIDTH * HIDDEN) + gate_row[:, None] * HIDDEN + column[None, :]
+    gate_from = weight + held * (2 * WIDTH * HIDDEN) + gate_row[:, None] * HIDDEN + column[None, :]
     gate = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     up = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     squares = tl.zeros([BLOCK_IN], tl.float32)
@@ -142,14 +159,14 @@ def _gate_up(
         scale *= share_of(mine, expert, scale, bias, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS, RENORMALISES)
     gate_sum, up_sum = tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale
     if GATE_BIAS:
-        gate_bias, up_bias = gate_biases(gate_up_bias, expert, out, WIDTH)
+        gate_bias, up_bias = gate_biases(gate_up_bias, held, out, WIDTH)
         gate_sum, up_sum = gate_sum + gate_bias, up_sum + up_bias
     made = gated(gate_sum, up_sum, LIMIT, ALPHA)
     tl.store(inner + pair * WIDTH + out, made.to(inner.dtype.element_ty), mask=is_out)
     if tl.program_id(0) == 0:
         put_choice(
-            mine, expert, scale, bias, chosen, weights, pair, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID, HAS_BIAS,
-            RENORMALISES, ON_INPUT,
+            mine, expert, first_expert, scale, bias, chosen, weights, pair, PARTS, EXPERTS, BLOCK_EXPERTS, SIGMOID,
+            HAS_BIAS, RENORMALISES, ON_INPUT, HELD,
         )  # fmt: skip
 
 
@@ -157,7 +174,7 @@ def _gate_up(
 def _down(
     x, inner, weight, bias, chosen, weights, scaling,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    RENORMALISES: tl.constexpr, DOWN_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    RENORMALISES: tl.constexpr, DOWN_BIAS: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -173,14 +190,18 @@ def _down(
         expert = tl.load(chosen + pair).to(tl.int64)
         share = tl.load(weights + pair)
         all_shares += share
+        num_outs, num_ins = HIDDEN, WIDTH
+        if SPLIT:  # nothing is read for an expert of another rank, and what `inner` has for it is undefined
+            num_outs, num_ins = tl.where(expert >= 0, HIDDEN, 0), tl.where(expert >= 0, WIDTH, 0)
+        is_taken = out < num_outs
         if DOWN_BIAS:
-            biases += share * tl.load(bias + expert * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32)
+            biases += share * tl.load(bias + expert * HIDDEN + out, mask=is_taken, other=0.0).to(tl.float32)
         taken_from = weight + expert * (HIDDEN * WIDTH) + out[:, None] * WIDTH + column[None, :]
         for start in tl.static_range(0, WIDTH, BLOCK_IN):
-            is_in = start + column < WIDTH
-            if WIDTH % BLOCK_IN == 0:
+            is_in = start + column < num_ins
+            if WIDTH % BLOCK_IN == 0 and not SPLIT:
                 is_in = column < BLOCK_IN
-            taken = tl.load(taken_from + start, mask=is_out[:, None] & is_in[None, :], other=0.0)
+            taken = tl.load(taken_from + start, mask=is_taken[:, None] & is_in[None, :], other=0.0)
             given = tl.load(inner + pair * WIDTH + start + column, mask=is_in, other=0.0).to(tl.float32)
             sums += taken.to(tl.float32) * (given * share)[None, :]
     if OVERLAP:
@@ -198,10 +219,10 @@ def gate_up_few(
     assert gate_up.is_contiguous()
     width, hidden = gate_up.shape[1] // 2, gate_up.shape[2]
     tile = tile or few_tile("plain", "gate_up", width, hidden)
-    found, overlap = Chosen.empty(x, router.routing, width), overlaps(x)
+    found, overlap = Chosen.empty(x, router, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
         x, norm, logits, *router.extras, gate_up, x if gate.bias is None else gate.bias, found.inner, found.experts,
-        found.weights, eps,
+        found.weights, eps, router.held.start,
         HIDDEN=hidden, BLOCK_HIDDEN=next_power_of_2(hidden), WIDTH=width, PARTS=logits.shape[1], GRANULE=granule,
         BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, STAGES=tile.num_stages, OVERLAP=overlap, num_warps=tile.num_warps,
         launch_pdl=overlap, **router.constants, **gate.constants,
@@ -219,7 +240,7 @@ def down_few(
     _down[(cdiv(hidden, tile.outs), len(x))](
         x, found.inner, down, x if bias is None else bias, found.experts, found.weights, routing.scaling,
         HIDDEN=hidden, WIDTH=width, TOP_K=routing.top_k, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
-        RENORMALISES=routing.renormalises, DOWN_BIAS=bias is not None, OVERLAP=overlap, num_warps=tile.num_warps,
-        launch_pdl=overlap,
+        RENORMALISES=routing.renormalises, DOWN_BIAS=bias is not None, SPLIT=found.is_split, OVERLAP=overlap,
+        num_warps=tile.num_warps, launch_pdl=overlap,
     )  # fmt: skip
     return x

@@ -126,7 +126,8 @@ def _down(
 
 @triton.jit
 def _combine(
-    x, made, weights, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    x, made, weights, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -135,8 +136,11 @@ def _combine(
     total = tl.load(x + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
     for rank in tl.static_range(TOP_K):
         pair = token * TOP_K + rank
-        one = tl.load(made + pair * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        total += one * tl.load(weights + pair)
+        weight = tl.load(weights + pair)
+        width = HIDDEN
+        if SPLIT:  # what `made` has for an expert of another rank is undefined
+            width = tl.where(weight != 0, HIDDEN, 0)
+        total += tl.load(made + pair * HIDDEN + column, mask=column < width, other=0.0).to(tl.float32) * weight
     tl.store(x + token * HIDDEN + column, total.to(x.dtype.element_ty), mask=inside)
 
 
@@ -150,7 +154,7 @@ def gate_up_lists(
     """Return [pairs, width]."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert gate_up.is_contiguous()
-    tile = tile or pair_tile(_form(gate_up), "gate_up", lists.num_pairs, num_experts, width, hidden)
+    tile = tile or pair_tile(_form(gate_up), "gate_up", lists.expected_pairs, num_experts, width, hidden)
     top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
@@ -170,7 +174,7 @@ def down_lists(
     """Return [pairs, hidden]. bias [experts, hidden]"""
     num_experts, hidden, width = down.shape
     assert down.is_contiguous()
-    tile = tile or pair_tile(_form(down), "down", lists.num_pairs, num_experts, hidden, width)
+    tile = tile or pair_tile(_form(down), "down", lists.expected_pairs, num_experts, hidden, width)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
@@ -182,13 +186,14 @@ def down_lists(
     return made
 
 
-def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
+def combine(x: Tensor, made: Tensor, lists: Lists) -> Tensor:
     """Return x + the weighted sum of each token's pairs, in place."""
+    weights = lists.weights
     num_tokens, hidden = x.shape
     overlap = overlaps(x)
     _combine[(num_tokens, cdiv(hidden, _COMBINED))](
-        x, made, weights, HIDDEN=hidden, TOP_K=weights.shape[1], BLOCK=_COMBINED, OVERLAP=overlap,
-        num_warps=4, launch_pdl=overlap,
+        x, made, weights, HIDDEN=hidden, TOP_K=weights.shape[1], BLOCK=_COMBINED, SPLIT=lists.is_split,
+        OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return x
 

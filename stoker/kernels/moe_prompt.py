@@ -147,7 +147,7 @@ def gate_up_prompt(
 ) -> Tensor:
     """Return [pairs, width], expert by expert, each one's pairs in list order."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-    tile = tile or pair_tile("prompt", "gate_up", lists.num_pairs, num_experts, width, hidden)
+    tile = tile or pair_tile("prompt", "gate_up", lists.expected_pairs, num_experts, width, hidden)
     assert tile.outs % granule == 0
     overlap = overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
@@ -169,7 +169,7 @@ def down_prompt(
 ) -> Tensor:
     """Return [pairs, hidden] in pair order, from the result of gate_up_prompt. bias [experts, hidden]"""
     num_experts, hidden, width = down.shape
-    tile = tile or pair_tile("prompt", "down", lists.num_pairs, num_experts, hidden, width)
+    tile = tile or pair_tile("prompt", "down", lists.expected_pairs, num_experts, hidden, width)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     described = import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor

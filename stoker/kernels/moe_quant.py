@@ -209,7 +209,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     """Launch the kernel for `out` [pairs, outputs], of which a program computes `tile.outs`."""
     form = format_of(weight)
-    tile = tile or pair_tile(form, side, lists.num_pairs, lists.num_experts, out.shape[1], weight.shape[1])
+    tile = tile or pair_tile(form, side, lists.expected_pairs, lists.num_experts, out.shape[1], weight.shape[1])
     kernel = _gate_up if side == "gate_up" else _down
     num_experts, num_ins = lists.num_experts, weight.shape[1]
     num_outs, overlap = weight.shape[0] // num_experts, overlaps(x)

@@ -6,6 +6,7 @@ x [tokens, hidden]   router [experts, hidden]   ->  logits [tokens, parts, exper
 The logits are those of x times the norm's weight. The kernel that reads them adds up their parts and divides by the
 token's norm, which does not change their order. A token and one of its experts are a pair, numbered token * top_k +
 rank. An expert's pairs are listed in any order, because the result of a pair depends on nothing else in the list.
+Listed are the experts that this rank holds, counted from the first of them. The other pairs get the weight zero.
 moe_choice.py says which experts are chosen; moe.py has the reference.
 """
 
@@ -28,22 +29,35 @@ _WARP = 32
 @dataclass(frozen=True, slots=True)
 class Lists:
     normed: Tensor  # [tokens, hidden]; scaled by the weight if that multiplies the expert's input
-    weights: Tensor  # [tokens, top_k], in float32
-    counts: Tensor  # [experts * COUNT_STRIDE]: the number of pairs of each expert
+    weights: Tensor  # [tokens, top_k], in float32; zero for experts of other ranks
+    counts: Tensor  # [at least experts * COUNT_STRIDE]: the number of pairs of each expert
     pairs: Tensor  # [experts, at least tokens]
+    num_routed: int  # the experts of all ranks
 
     @property
     def load(self) -> float:
         """Average number of pairs per expert."""
-        return self.num_pairs / self.num_experts
+        return self.num_pairs / self.num_routed
 
     @property
     def num_pairs(self) -> int:
+        """The pairs of all experts, which have a place in the results."""
         return self.weights.numel()
 
     @property
+    def expected_pairs(self) -> int:
+        """The pairs of this rank's experts, if all experts have the same number."""
+        return cdiv(self.num_pairs * self.num_experts, self.num_routed)
+
+    @property
     def num_experts(self) -> int:
+        """The experts of this rank."""
         return len(self.pairs)
+
+    @property
+    def is_split(self) -> bool:
+        """True if other ranks have other experts."""
+        return self.num_experts < self.num_routed
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -79,14 +93,14 @@ def _router_logits(
     tl.store(place, sums, mask=is_expert[:, None] & is_row[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _list_by_expert(
-    x, norm, logits, bias, correction, normed, weights, counts, pairs, eps, scaling, capacity,
+    x, norm, logits, bias, correction, normed, weights, counts, pairs, eps, scaling, capacity, first,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr,
     ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, COUNTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, HELD: tl.constexpr,
+    COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -118,7 +132,13 @@ def _list_by_expert(
         scale = scale * tl.sum(weight)
         weight = tl.full([BLOCK_K], 1.0, tl.float32)
     pair = token * TOP_K + rank
-    tl.store(weights + pair, weight, mask=is_chosen)
+    is_stored = is_chosen
+    if HELD < EXPERTS:
+        chosen -= first
+        is_chosen = is_chosen & (chosen >= 0) & (chosen < HELD)
+        chosen = tl.where(is_chosen, chosen, 0)
+        weight = tl.where(is_chosen, weight, 0.0)
+    tl.store(weights + pair, weight, mask=is_stored)
     slot = tl.atomic_add(counts + chosen * COUNTS, 1, mask=is_chosen, sem="relaxed")
     tl.store(pairs + chosen.to(tl.int64) * capacity + slot, pair.to(tl.int32), mask=is_chosen)
     tl.store(normed + token * HIDDEN + column, (wide * scale * learned).to(normed.dtype.element_ty), mask=inside)
@@ -146,11 +166,12 @@ def list_by_expert(x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: 
     normed = torch.empty_like(x)
     weights = logits.new_empty(num_tokens, top_k)
     # A multiple of 16 for any number of tokens, so that one compiled kernel serves all.
-    pairs = counts.new_empty(num_experts, -(-num_tokens // 16) * 16)
+    pairs = counts.new_empty(len(router.held), -(-num_tokens // 16) * 16)
     overlap = overlaps(x)
     _list_by_expert[(num_tokens,)](
         x, norm, logits, *router.extras, normed, weights, counts, pairs, eps, router.routing.scaling, pairs.shape[1],
+        router.held.start,
         HIDDEN=hidden, BLOCK=next_power_of_2(hidden), PARTS=num_parts, BLOCK_K=max(_WARP, next_power_of_2(top_k)),
         COUNTS=COUNT_STRIDE, OVERLAP=overlap, num_warps=list_warps(hidden), launch_pdl=overlap, **router.constants,
     )  # fmt: skip
-    return Lists(normed, weights, counts, pairs)
+    return Lists(normed, weights, counts, pairs, num_experts)

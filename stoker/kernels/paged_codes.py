@@ -19,7 +19,7 @@ from stoker.kernels.reach import first_seen
 
 
 @triton.jit
-def _halves(words, dtype: tl.constexpr, INT8: tl.constexpr):
+def halves(words, dtype: tl.constexpr, INT8: tl.constexpr):
     """Return the low and the high bytes of 16-bit words as values, those of float8 times 2**-8."""
     if INT8:
         # The byte becomes the end of the mantissa of 1024.
@@ -34,7 +34,7 @@ def _halves(words, dtype: tl.constexpr, INT8: tl.constexpr):
 
 
 @triton.jit
-def _load_query(place, is_mine, scale, INT8: tl.constexpr):
+def load_query(place, is_mine, scale, INT8: tl.constexpr):
     """Return the even and the odd values of each row, in the dtype of the matmuls, and the factor of its scores."""
     even = tl.load(place, mask=is_mine, other=0.0).to(tl.float32)
     odd = tl.load(place + 1, mask=is_mine, other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def _attend_block(
         keys, values = tl.load(key_words), tl.load(value_words)
     key_scale = load_scales(page + BLOCK * DIM, is_there, BLOCK)
     value_scale = load_scales(page + KV_HEADS * PAGE + BLOCK * DIM, is_there, BLOCK)
-    key_even, key_odd = _halves(tl.trans(keys), even.dtype, INT8)
+    key_even, key_odd = halves(tl.trans(keys), even.dtype, INT8)
     score = tl.dot(even, key_even, input_precision="ieee")
     score = tl.dot(odd, key_odd, score, input_precision="ieee")
     score = score * factor[:, None] * key_scale[None, :]
@@ -90,7 +90,7 @@ def _attend_block(
         new_unit = tl.maximum(unit, tl.max(value_scale, 0))
         weight = (weight * (value_scale / new_unit)[None, :]).to(even.dtype)
     fade = (fade * (unit / new_unit))[:, None]
-    value_even, value_odd = _halves(values, even.dtype, INT8)
+    value_even, value_odd = halves(values, even.dtype, INT8)
     found_even = tl.dot(weight, value_even, found_even * fade, input_precision="ieee")
     found_odd = tl.dot(weight, value_odd, found_odd * fade, input_precision="ieee")
     return new_largest, total, new_unit, found_even, found_odd
@@ -128,7 +128,7 @@ def attend_single_codes(
     if number - group >= num_parts:
         return
     wait_for_inputs(OVERLAP)
-    even, odd, factor = _load_query(q + place + even_column, is_head, scale, INT8)
+    even, odd, factor = load_query(q + place + even_column, is_head, scale, INT8)
     shared = row % (ROWS // TOKENS)
     largest, total = start_sums(sinks, head * SHARED + shared, shared < SHARED, number == group, ROWS, SINKS)
     if TOKENS > 1:
@@ -203,7 +203,7 @@ def attend_tile_codes(
     place = q + (((first + token) * KV_HEADS + head) * SHARED + shared)[:, None] * DIM + even_column
     blocks = table + tl.load(token_rows + first).to(tl.int64) * table_width
     wait_for_inputs(OVERLAP)
-    even, odd, factor = _load_query(place, is_mine, scale, INT8)
+    even, odd, factor = load_query(place, is_mine, scale, INT8)
     largest, total = start_sums(
         sinks, head * SHARED + shared, shared < SHARED, number == group, TOKENS * SHARED_PADDED, SINKS
     )

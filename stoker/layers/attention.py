@@ -22,6 +22,8 @@ from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import StoredAs
 from stoker.layers.rope import half_order
+from stoker.layers.split_norm import NormSplit, norm_over_ranks
+from stoker.parallel.mesh import ALONE, Mesh
 from stoker.parallel.shard import Shard
 
 
@@ -49,6 +51,7 @@ class AttentionConfig:
     rotates: bool = True  # False: the layer has no rotary embedding
     temperature: Temperature | None = None
     partial: bool = False  # another rank adds the residual and the bias of the output
+    norm_split: NormSplit | None = None  # for a norm over the heads of all ranks
 
     @property
     def has_norm_weights(self) -> bool:
@@ -70,17 +73,18 @@ class AttentionConfig:
 
     def sharded(self, shard: Shard) -> AttentionConfig:
         """Return the attention of a rank: some of the heads."""
-        if self.has_norm_weights and self.qk_norm is QkNorm.ALL and shard.tp > 1:
-            raise ConfigError(
-                f"tp={shard.tp}: the norm of q and k covers all heads, which ranks cannot split; use --pp"
-            )
         if shard.cp > 1:
             raise ConfigError(
                 f"cp={shard.cp}: only latent attention (MLA) can be split by context; ranks split these KV heads, so leave out --cp"
             )
         heads, kv_heads = shard.heads(self.num_heads, self.num_kv_heads)
         sizes = (self.num_heads // heads.of, self.num_kv_heads // kv_heads.of)
-        return replace(self, num_heads=sizes[0], num_kv_heads=sizes[1], partial=shard.is_partial)
+        split = None
+        if self.qk_norm is QkNorm.ALL and shard.tp > 1:
+            split = NormSplit(
+                self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, shard.tp // kv_heads.of
+            )
+        return replace(self, num_heads=sizes[0], num_kv_heads=sizes[1], partial=shard.is_partial, norm_split=split)
 
     def active_weights(self, hidden_size: int) -> int:
         """Number of weights in the matmuls that one token passes through."""
@@ -117,7 +121,12 @@ class Attention(nn.Module):
             is_whole = config.qk_norm is QkNorm.ALL
             self.q_norm = RMSNorm(num_heads * head_dim if is_whole else head_dim, eps)
             self.k_norm = RMSNorm(kv_size if is_whole else head_dim, eps)
-        self._order = config.order
+        self._order, self._norm_split = config.order, config.norm_split
+        self._mesh: Mesh = ALONE
+
+    def join(self, mesh: Mesh) -> None:
+        """Give the layer the other ranks, before its first step."""
+        self._mesh = mesh
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Bring q and k into the order in which the kernels rotate them. The layers inside are packed after this."""
@@ -167,8 +176,13 @@ class Attention(nn.Module):
         """Return total + attention, from the projected q, k and v. The memory of both is reused."""
         assert not isinstance(where.spans, GridSpans | SplitSpans), "Int8Layer and LatentAttention compute these"
         if self._qk_norm_eps is not None and self._qk_norm is QkNorm.ALL:
-            for norm, part in ((self.q_norm, slice(self._q_size)), (self.k_norm, slice(self._q_size, -self._kv_size))):
-                qkv[:, part] = norm(qkv[:, part])
+            q, k = qkv[:, : self._q_size], qkv[:, self._q_size : -self._kv_size]
+            if self._norm_split is None:
+                q.copy_(self.q_norm(q))
+                k.copy_(self.k_norm(k))
+            else:
+                weights = (self.q_norm.weight, self.k_norm.weight)
+                norm_over_ranks(q, k, *weights, self._qk_norm_eps, self._norm_split, self._mesh)
         heads = qkv.view(len(qkv), -1, self.head_dim)
         pages, norms = where.kv.pages(layer), self.head_norms
         cos_or_none, sin_or_none = (cos, sin) if self._rotates else (None, None)

@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.mesh = mesh
-            if isinstance(layer.attention, LatentAttention):
+            if isinstance(layer.attention, LatentAttention | Attention):
                 layer.attention.join(mesh)
 
     def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = (), entering: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from stoker.kernels.quant import float_values, int4_weight
 from stoker.layers.quant import Int8Packing, Ready, StoredTensor, has_kernels
 
-_BLOCK = 32  # inputs that share a scale in MXFP4
+MXFP4_BLOCK = 32  # inputs that share a scale in MXFP4
 _BIAS = 127  # of a scale, which is a power of two
 
 
@@ -28,17 +28,23 @@ def _split_gate_up(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """The matrices of all experts in the model's dtype, transposed. `alternates`: gate and up do."""
+    """The matrices of all experts in the model's dtype, transposed. `alternates`: gate and up do.
+
+    A rank's columns of gate and of up may not be neighbours. With `halves`, they are matrices of their own in the parameter,
+    [2 * experts, hidden, width]: each expert's gate, then its up.
+    """
 
     num_experts: int
     alternates: bool = False
+    halves: bool = False
     unused: tuple[str, ...] = ()
 
     def kind(self, num_ins: int) -> str:
         return "bf16"
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
-        return {"weight": StoredTensor((self.num_experts, num_ins, num_outs // self.num_experts))}
+        count = 2 * self.num_experts if self.halves else self.num_experts
+        return {"weight": StoredTensor((count, num_ins, num_outs // count))}
 
     def ready(
         self,
@@ -71,8 +77,11 @@ class Mxfp4Experts:
         return "int4"
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
-        shape = (self.num_experts, num_outs // self.num_experts, num_ins // _BLOCK)
-        return {"blocks": StoredTensor((*shape, _BLOCK // 2), torch.uint8), "scales": StoredTensor(shape, torch.uint8)}
+        shape = (self.num_experts, num_outs // self.num_experts, num_ins // MXFP4_BLOCK)
+        return {
+            "blocks": StoredTensor((*shape, MXFP4_BLOCK // 2), torch.uint8),
+            "scales": StoredTensor(shape, torch.uint8),
+        }
 
     def ready(
         self,
@@ -96,7 +105,7 @@ class Mxfp4Experts:
             each = num_outs // self.num_experts
             for first in range(0, num_outs, each):
                 rows = slice(first, first + each)
-                weight[rows] = _unpack(blocks.view(num_outs, -1, _BLOCK // 2)[rows], stored[rows].int() - _BIAS)
+                weight[rows] = _unpack(blocks.view(num_outs, -1, MXFP4_BLOCK // 2)[rows], stored[rows].int() - _BIAS)
         return weight
 
 

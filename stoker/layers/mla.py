@@ -59,7 +59,7 @@ class MlaConfig:
 
     def kv_group(self, num_layers: int) -> KvGroup:
         """Return the KV of layers with this attention."""
-        return KvGroup(num_layers, 1, self.shape.width, "latent")
+        return KvGroup(num_layers, 1, self.shape.width, "latent", wide=self.rope)
 
     def sharded(self, shard: Shard) -> MlaConfig:
         """Return the attention of a rank: some of the heads. Every rank has the latent."""

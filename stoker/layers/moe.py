@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from stoker.base.errors import ConfigError
 from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
 from stoker.kernels.moe_choice import MAX_GROUPS as MAX_GROUPS
@@ -21,7 +20,7 @@ from stoker.layers.expert_storage import FusedExperts, Mxfp4Experts
 from stoker.layers.mlp import GatedMlp, MlpConfig
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import PLAIN, Stored, StoredAs, StoredWeight
-from stoker.parallel.shard import Shard
+from stoker.parallel.shard import WHOLE, Piece, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +36,34 @@ class MoeConfig:
     fused: bool = False  # the checkpoint has one tensor for all experts
     alternates: bool = False  # the outputs and biases of gate and up alternate in these tensors
     held: range | None = None  # the experts of this rank; None: all
+    piece: Piece = WHOLE.expert_piece  # this rank's part of each expert that it holds
     partial: bool = False  # another rank adds the residual
 
     def build(self, hidden_size: int, stored: StoredAs, name: str) -> MoeMlp:
         """Build the experts of the layer `name`. Raises ModelFilesError for sizes that no kernel of the device serves."""
         shape = (self.num_experts, self.routing.top_k, hidden_size, self.intermediate_size)
         check_experts(name, *shape, torch.get_default_device())
-        if self.num_held < self.num_experts and torch.get_default_device().type == "cuda":
-            raise ConfigError(
-                "ep: the GPU kernels compute all experts of a layer; use --ep 1, which splits the width of each expert"
-            )
         gate_up, down = stored(f"{name}.gate_up"), stored(f"{name}.down")
         if isinstance(gate_up, FusedExperts | Mxfp4Experts) and isinstance(down, FusedExperts | Mxfp4Experts):
             gate_up, down = (replace(one, num_experts=self.num_held) for one in (gate_up, down))
+            if isinstance(gate_up, FusedExperts):
+                gate_up = replace(gate_up, halves=not (self.alternates or self.piece.is_whole))
         shared = None if self.shared is None else self.shared.build(hidden_size, stored, f"{name}.shared")
         return MoeMlp(hidden_size, self, gate_up, down, shared)
 
     def sharded(self, shard: Shard) -> MoeConfig:
         """Return the experts of a rank: some of them, or a part of the inner width of each. Every rank has the router."""
-        if self.fused and not shard.expert_piece.is_whole:
-            raise ConfigError(
-                f"tp={shard.tp} ep={shard.ep}: the checkpoint has one tensor for all experts of a layer, so that ranks can only "
-                f"take whole experts; use --ep {shard.tp}, or --pp in place of --tp"
-            )
-        width = shard.expert_piece.size_of(self.intermediate_size, f"tp={shard.tp}: moe_intermediate_size")
+        piece = shard.expert_piece
+        width = piece.size_of(self.intermediate_size, f"tp={shard.tp}: moe_intermediate_size")
         held = shard.experts(self.num_experts)
         # The shared expert's part is added to the sum of the others.
         shared = None if self.shared is None else replace(self.shared.sharded(shard), partial=False)
-        return replace(self, intermediate_size=width, held=held, shared=shared, partial=shard.is_partial)
+        return replace(self, intermediate_size=width, held=held, shared=shared, piece=piece, partial=shard.is_partial)
+
+    @property
+    def has_down_bias(self) -> bool:
+        """One of the ranks that have a part of the same experts adds the bias of their outputs."""
+        return self.bias and self.piece.index == 0
 
     @property
     def num_held(self) -> int:
@@ -106,7 +105,7 @@ class MoeMlp(nn.Module):
         self.gate_up = StoredWeight(hidden_size, gate_up_parts, gate_up)
         self.down = StoredWeight(width, down_parts, down)
         self.gate_up_bias = parameter(num_experts, 2 * width) if config.bias else None
-        self.down_bias = parameter(num_experts, hidden_size) if config.bias else None
+        self.down_bias = parameter(num_experts, hidden_size) if config.has_down_bias else None
         self.shared = shared
         self._experts: Experts | None = None
 
@@ -115,13 +114,12 @@ class MoeMlp(nn.Module):
         assert not isinstance(gate_up, Int8Weight)
         assert not isinstance(down, Int8Weight), "experts have no 8-bit kernels on a CPU"
         bias, correction = (None if extra is None else extra.data for extra in (self.router_bias, self.correction))
-        router = ExpertRouter(self.router.data, self._config.routing, bias, correction)
+        router = ExpertRouter(self.router.data, self._config.routing, bias, correction, self._config.held)
         gate_bias, down_bias = (None if bias is None else bias.data for bias in (self.gate_up_bias, self.down_bias))
         if gate_bias is not None and self._config.alternates:
             gate_bias = gate_bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
         gate = Gate(self._config.clamp, gate_bias)
-        held = self._config.held or range(self._config.num_experts)
-        self._experts = to_kernel_layout(router, gate_up, down, exact, gate, down_bias, held, self._config.partial)
+        self._experts = to_kernel_layout(router, gate_up, down, exact, gate, down_bias, self._config.partial)
 
     @property
     def width(self) -> int:

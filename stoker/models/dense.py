@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
-from stoker.layers.attention import AttentionConfig
+from stoker.layers.attention import AttentionConfig, QkNorm
 from stoker.layers.decoder import DecoderConfig, LayerConfig
 from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MAX_GROUPS, MoeConfig, Routing
@@ -352,8 +352,14 @@ class WeightNames:
             if layer.mlp.routing.correction:
                 yield Rule(f"{src}{self.correction}", f"{dst}mlp.correction")
         if isinstance(layer.attention, AttentionConfig) and layer.attention.has_norm_weights:
-            for x in "qk":
-                yield Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight")
+            attention = layer.attention
+            counts = (attention.num_heads, attention.num_kv_heads)
+            for x, count, piece in zip("qk", counts, self._shard.heads(*counts), strict=True):
+                cut = None
+                if attention.qk_norm is QkNorm.ALL:
+                    size = count * attention.head_dim
+                    cut = cut_of(0, part_of(size, piece), size)
+                yield Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight", cut=cut)
 
     def _layers(self) -> Iterator[tuple[LayerConfig, str, str]]:
         for i in self._shard.layers_of(len(self._config.layers)):

@@ -43,6 +43,9 @@ class DraftTarget(Protocol):
 class DraftModel(Protocol):
     """An nn.Module that drafts for one target model. Its parameters are empty until its weights are loaded."""
 
+    hidden_size: int
+    """The width of the features, and of the draft model's own hidden states."""
+
     def features(self) -> StepFeatures:
         """Return empty features, for one forward pass of the target model."""
 

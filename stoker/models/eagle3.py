@@ -48,7 +48,7 @@ class Eagle3Head(nn.Module):
         super().__init__()
         layer = config.layer
         hidden_size, eps = layer.hidden_size, layer.norm_eps
-        self.config = config
+        self.config, self.hidden_size = config, hidden_size
         self._target = [target]  # in a list, so that the module does not register the target model's parameters
         norms = {"norm_each": config.fc_norm, "norm_all": config.norm_before_fc}
         self.fc = FeatureProjection(config.target_hidden_size, len(config.taps), hidden_size, eps, **norms)

@@ -23,12 +23,13 @@ from stoker.parallel.shard import Shard
 @dataclass(frozen=True, slots=True)
 class SourceSlice:
     """The part of a checkpoint tensor that a rank takes: `count` entries of an axis, from `first` on. The axis has `of`
-    entries."""
+    entries. `rows`: it is taken of this slice of the first axis alone."""
 
     axis: int
     first: int
     count: int
     of: int
+    rows: SourceSlice | None = None
 
 
 @dataclass(slots=True)  # not frozen, for speed: large models have 200,000 of them

@@ -61,14 +61,13 @@ class Copy:
         """Return the copy of a tensor, or of a slice of it along one axis."""
         if cut is None:
             return cls(stored, target, rows, stored.num_bytes, 0, stored.num_bytes)
+        if cut.rows is not None:
+            stored = _rows_of(stored, cut.rows)
+        if cut.axis == 0:
+            part = _rows_of(stored, cut)
+            return cls(part, target, rows, part.num_bytes, 0, part.num_bytes)
         inner = prod(stored.shape[cut.axis + 1 :]) * weight_files.NUM_BYTES[stored.dtype]
-        row_bytes, first, run_bytes = stored.shape[cut.axis] * inner, cut.first * inner, cut.count * inner
-        if row_bytes < stored.num_bytes:
-            return cls(stored, target, rows, row_bytes, first, run_bytes)
-        # Rows of the tensor: they are contiguous, so that the rest of the tensor does not count.
-        shape = (cut.count, *stored.shape[1:])
-        part = TensorLocation(stored.file, stored.dtype, shape, stored.offset + first, run_bytes)
-        return cls(part, target, rows, run_bytes, 0, run_bytes)
+        return cls(stored, target, rows, stored.shape[cut.axis] * inner, cut.first * inner, cut.count * inner)
 
     @property
     def place(self) -> Tensor:
@@ -120,6 +119,13 @@ class Copy:
         return (
             [_StridedRuns(number * self.row_bytes + low + at, 1, self.row_bytes, high - low, to)] if low < high else []
         )
+
+
+def _rows_of(stored: TensorLocation, cut: SourceSlice) -> TensorLocation:
+    """Return a slice of the first axis. Its bytes are contiguous, so that the rest of the tensor does not count."""
+    row_bytes = stored.num_bytes // stored.shape[0]
+    shape, first, count = (cut.count, *stored.shape[1:]), cut.first * row_bytes, cut.count * row_bytes
+    return TensorLocation(stored.file, stored.dtype, shape, stored.offset + first, count)
 
 
 class _StridedRuns(NamedTuple):

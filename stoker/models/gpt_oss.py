@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from stoker.base.errors import ModelFilesError
+from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.layers.attention import AttentionConfig
 from stoker.layers.decoder import DecoderConfig, LayerConfig
-from stoker.layers.expert_storage import FusedExperts, Mxfp4Experts
+from stoker.layers.expert_storage import MXFP4_BLOCK, FusedExperts, Mxfp4Experts
 from stoker.layers.moe import Clamp, MoeConfig, Routing
 from stoker.layers.quant import Stored
 from stoker.models.decoder_family import DecoderFamily
 from stoker.models.dense import WeightNames, cut_of, model_shape, part_of, read_attention, read_config, with_stored
 from stoker.models.family import MODELS, Rule, field, list_field
+from stoker.models.fused_experts import FusedCuts
 from stoker.models.kv_kinds import read_kinds
 from stoker.parallel.shard import WHOLE, Shard
 
@@ -73,6 +74,17 @@ class GptOss(DecoderFamily):
         self.rules = names.rules()
         self.ignored = names.ignored()
 
+    def sized(self, shard: Shard) -> Self:
+        """Return a rank's part of the model. See DecoderFamily."""
+        part = super().sized(shard)
+        mlp = part.layers[0].mlp
+        if self._is_mxfp4 and isinstance(mlp, MoeConfig) and (width := mlp.intermediate_size) % MXFP4_BLOCK:
+            raise ConfigError(
+                f"tp={shard.tp} ep={shard.ep}: a rank would have {width} of the inner width of each expert, and MXFP4 has scales "
+                f"for {MXFP4_BLOCK} values; use --ep {shard.tp}, which gives whole experts to ranks"
+            )
+        return part
+
     def _names(self, config: DecoderConfig, shard: Shard = WHOLE) -> WeightNames:
         return GptOssNames(config, self._is_mxfp4, shard)
 
@@ -88,18 +100,21 @@ class GptOssNames(WeightNames):
         yield from super().layer_rules(layer, src, dst)
         assert isinstance(layer.attention, AttentionConfig)
         assert isinstance(layer.mlp, MoeConfig)
-        num_heads, num_experts = layer.attention.num_heads, layer.mlp.num_experts
+        num_heads, cuts = layer.attention.num_heads, FusedCuts(layer.mlp, self._shard)
         heads = cut_of(0, part_of(num_heads, self._shard.piece), num_heads)
         yield Rule(f"{src}self_attn.sinks", f"{dst}attention.sinks", cut=heads)
         yield Rule(f"{src}mlp.router.bias", f"{dst}mlp.router_bias")
-        cut = cut_of(0, self._shard.experts(num_experts), num_experts)
-        for part in ("gate_up", "down"):
-            yield Rule(f"{src}mlp.experts.{part}_proj_bias", f"{dst}mlp.{part}_bias", cut=cut)
-            if self._is_mxfp4:
-                for tensor in ("blocks", "scales"):
-                    yield Rule(f"{src}mlp.experts.{part}_proj_{tensor}", f"{dst}mlp.{part}.{tensor}", cut=cut)
-            else:
-                yield Rule(f"{src}mlp.experts.{part}_proj", f"{dst}mlp.{part}.weight", cut=cut)
+        src, dst = f"{src}mlp.experts.", f"{dst}mlp."
+        yield Rule(f"{src}gate_up_proj_bias", f"{dst}gate_up_bias", cut=cuts.alternating(1))
+        if self._shard.expert_piece.index == 0:
+            yield Rule(f"{src}down_proj_bias", f"{dst}down_bias", cut=cuts.experts)
+        if self._is_mxfp4:  # the outputs of a matrix are its rows
+            for tensor in ("blocks", "scales"):
+                yield Rule(f"{src}gate_up_proj_{tensor}", f"{dst}gate_up.{tensor}", cut=cuts.alternating(1))
+                yield Rule(f"{src}down_proj_{tensor}", f"{dst}down.{tensor}", cut=cuts.inner(2, MXFP4_BLOCK))
+        else:
+            yield Rule(f"{src}gate_up_proj", f"{dst}gate_up.weight", cut=cuts.alternating(2))
+            yield Rule(f"{src}down_proj", f"{dst}down.weight", cut=cuts.inner(1))
 
 
 def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:

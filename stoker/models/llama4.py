@@ -18,8 +18,9 @@ from stoker.layers.mlp import MlpConfig
 from stoker.layers.moe import MoeConfig, Routing
 from stoker.layers.quant import Stored
 from stoker.models.decoder_family import DecoderFamily
-from stoker.models.dense import WeightNames, cut_of, model_shape, read_attention, read_config, with_stored
+from stoker.models.dense import WeightNames, model_shape, read_attention, read_config, with_stored
 from stoker.models.family import MODELS, Rule, field, list_field
+from stoker.models.fused_experts import FusedCuts
 from stoker.models.kv_kinds import read_kinds
 from stoker.parallel.shard import WHOLE, Shard
 
@@ -120,10 +121,9 @@ class Llama4Names(WeightNames):
     def layer_rules(self, layer: LayerConfig, src: str, dst: str) -> Iterator[Rule]:
         yield from super().layer_rules(layer, src, dst)
         if isinstance(layer.mlp, MoeConfig) and layer.mlp.fused:
-            num_experts = layer.mlp.num_experts
-            cut = cut_of(0, self._shard.experts(num_experts), num_experts)
-            for part in ("gate_up", "down"):
-                yield Rule(f"{src}{self.experts}.{part}_proj", f"{dst}mlp.{part}.weight", cut=cut)
+            cuts = FusedCuts(layer.mlp, self._shard)
+            yield from cuts.gate_then_up(2, f"{src}{self.experts}.gate_up_proj", f"{dst}mlp.gate_up.weight")
+            yield Rule(f"{src}{self.experts}.down_proj", f"{dst}mlp.down.weight", cut=cuts.inner(1))
 
 
 def _read_attentions(hf: Mapping[str, Any]) -> tuple[AttentionConfig, AttentionConfig]:

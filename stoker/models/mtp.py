@@ -60,7 +60,7 @@ class MtpHead(nn.Module):
         super().__init__()
         hidden_size, eps = config.hidden_size, config.norm_eps
         self._target = [target]  # in a list, so that the module does not register the target model's parameters
-        self._num_target_layers, self._hidden_size, self._vocab_size = num_target_layers, hidden_size, config.vocab_size
+        self._num_target_layers, self.hidden_size, self._vocab_size = num_target_layers, hidden_size, config.vocab_size
         self.embedding_norm = RMSNorm(hidden_size, eps)
         self.feature_norm = RMSNorm(hidden_size, eps)
         self.join = Linear(2 * hidden_size, hidden_size, stored=config.stored_as(_JOIN))
@@ -92,7 +92,7 @@ class MtpHead(nn.Module):
         """The features, the two inputs of the layer apart and joined, and its widest part."""
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)
-        return (8 * self._hidden_size + layer.width) * self.norm.weight.itemsize
+        return (8 * self.hidden_size + layer.width) * self.norm.weight.itemsize
 
     @property
     def logits_bytes_per_row(self) -> int:

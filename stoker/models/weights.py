@@ -79,6 +79,10 @@ def _taken_shape(tensor: TensorLocation, cut: SourceSlice | None) -> tuple[int, 
     shape = tensor.shape or (1,)  # a scalar may be stored without a dimension
     if cut is None:
         return shape
+    if cut.rows is not None:
+        if shape[0] != cut.rows.of:
+            return None
+        shape = (cut.rows.count, *shape[1:])
     if cut.axis >= len(shape) or shape[cut.axis] != cut.of:
         return None
     return (*shape[: cut.axis], cut.count, *shape[cut.axis + 1 :])
@@ -88,6 +92,8 @@ def _describe_wanted(shape: tuple[int, ...], cut: SourceSlice | None) -> str:
     """Describe the shape that a tensor should have."""
     if cut is None:
         return str(shape)
+    if cut.rows is not None:
+        shape = (cut.rows.of, *shape[1:])
     return str((*shape[: cut.axis], cut.of, *shape[cut.axis + 1 :]))
 
 

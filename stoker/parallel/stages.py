@@ -16,8 +16,15 @@ from torch import Tensor
 
 from stoker.parallel.collectives import Collectives, Transfer
 
-# Tensors that a stage sends in one step: positions, hidden states, and what a draft model needs, of up to six layers.
-_STEP_TRANSFERS = 8
+# Steps whose tensors are kept before a stage waits for their transfers. On a GPU the wait is one of its stream.
+_KEPT_STEPS, _KEPT_GPU_STEPS = 2, 1
+
+
+def kept_bytes_per_token(hidden_size: int, itemsize: int) -> int:
+    """Return what a stage on a GPU holds per token for its exchanges, besides what a step needs: beside captured steps, the
+    buffer that they read; beside a step that is not captured, what earlier ones send."""
+    return _KEPT_GPU_STEPS * hidden_size * itemsize
+
 
 FindTokens = Callable[[], tuple[Tensor, Tensor]]
 
@@ -94,14 +101,18 @@ class PipelineStage:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        returning: Collectives | None = None,
     ) -> None:
-        """`layers` are those of each stage."""
-        self._collectives, self._layers = collectives, layers
+        """`layers` are those of each stage. `returning` is a second group of the same ranks, for what goes back to the first
+        stage. NCCL needs one: it executes what two ranks exchange in the order of the calls, and both may call `send` first."""
+        self._collectives, self._returning, self._layers = collectives, returning or collectives, layers
         self.first_layer = layers[collectives.rank].start
         self._stage, self._last = collectives.rank, collectives.num_ranks - 1
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
-        self._transfers: deque[Transfer] = deque()
-        self.is_first = self._stage == 0
+        self.hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._step: list[Transfer] = []  # of the step that is being sent
+        self._sent: deque[list[Transfer]] = deque()  # of each earlier step
+        self._kept_steps = _KEPT_GPU_STEPS if device.type == "cuda" else _KEPT_STEPS * collectives.num_ranks
+        self.is_first, self.is_last = self._stage == 0, self._stage == self._last
 
     def tokens(self, num_tokens: int, find: FindTokens) -> tuple[Tensor, Tensor]:
         if self.is_first:
@@ -115,40 +126,56 @@ class PipelineStage:
         return token_ids, positions
 
     def entering(self, num_tokens: int) -> Tensor | None:
-        return None if self.is_first else self._received(num_tokens, self._stage - 1)
+        return None if self.is_first else self.receive_entering(self._empty(num_tokens))
+
+    def receive_entering(self, into: Tensor) -> Tensor:
+        """Receive the hidden states [tokens, hidden] of the stage before, in any stage but the first."""
+        self._collectives.receive(into, self._stage - 1)
+        return into
 
     def leave(self, hidden: Tensor, heads: Tensor) -> None:
-        if self._stage < self._last:
+        if not self.is_last:
             self._send(hidden, self._stage + 1)
         elif len(heads):
-            self._send(hidden[heads], 0)
+            self._return(hidden[heads])
+        self._sent.append(self._step)
+        self._step = []
+        while len(self._sent) > self._kept_steps:
+            for transfer in self._sent.popleft():
+                transfer.wait()
 
     def result(self, hidden: Tensor, heads: Tensor) -> Tensor:
-        return self._received(len(heads), self._last)
+        return self.receive_result(self._empty(len(heads)))
+
+    def receive_result(self, into: Tensor) -> Tensor:
+        """Receive what `result` returns, [heads, hidden]."""
+        self._returning.receive(into, self._last)
+        return into
 
     def is_here(self, layer: int) -> bool:
         return self._stage_of(layer) == self._stage
 
     def send_feature(self, hidden: Tensor) -> None:
-        self._send(hidden.clone(), 0)  # the next layer reuses the memory
+        self._return(hidden.clone())  # the next layer reuses the memory
 
     def receive_feature(self, num_tokens: int, layer: int) -> Tensor:
-        return self._received(num_tokens, self._stage_of(layer))
+        into = self._empty(num_tokens)
+        self._returning.receive(into, self._stage_of(layer))
+        return into
 
     def _stage_of(self, layer: int) -> int:
         return next(stage for stage, held in enumerate(self._layers) if layer <= held.stop)
 
-    def _received(self, num_tokens: int, stage: int) -> Tensor:
-        into = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
-        self._collectives.receive(into, stage)
-        return into
+    def _empty(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self.hidden_size, dtype=self._dtype, device=self._device)
 
     def _send(self, x: Tensor, stage: int) -> None:
-        """Send without waiting. At most two steps per stage are in flight, with some tensors each, so that older transfers
-        are done or nearly so."""
-        self._transfers.append(self._collectives.send(x.contiguous(), stage))
-        while len(self._transfers) > _STEP_TRANSFERS * 2 * (self._last + 1):
-            self._transfers.popleft().wait()
+        """Send without waiting. Some steps later, `leave` waits for transfers that are done by then, or nearly so."""
+        self._step.append(self._collectives.send(x.contiguous(), stage))
+
+    def _return(self, x: Tensor) -> None:
+        """Send to the first stage, without waiting."""
+        self._step.append(self._returning.send(x.contiguous(), 0))
 
 
 ONE_STAGE = OneStage()

@@ -22,7 +22,6 @@ from stoker.planner.rates import StageWork, estimate
 from stoker.planner.vllm_rule import MEMORY_SHARE, VllmLayout, vllm_layout
 
 _DEFAULT_CONTEXT = 32_768
-_NOT_ON_GPUS = "not yet served on GPUs: their kernels run whole layers and all experts of a layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,6 @@ class PlannedLayout:
     cp: int
     workers: int = 0  # how many such workers the GPUs hold
     fits: bool = False
-    served: bool = True  # False: `stoker serve` refuses it on GPUs
     weights_gib_per_gpu: float = 0.0  # of the rank that has the most
     working_gib_per_gpu: float = 0.0
     kv_gib_total: float = 0.0
@@ -68,9 +66,7 @@ def plan_layouts(hf: Mapping[str, Any], name: str, gpus: GpuMachines, context: i
     context, mean_tokens = planner.context, planner.mean_tokens
     layouts = [planner.planned(layout) for layout in _candidates(gpus, planner.family)]
     fitting = [i for i, one in enumerate(layouts) if one.fits]
-    picked = max(
-        fitting, key=lambda i: (layouts[i].served, layouts[i].decode_tokens_per_s, -layouts[i].tp), default=None
-    )
+    picked = max(fitting, key=lambda i: (layouts[i].decode_tokens_per_s, -layouts[i].tp), default=None)
     assumptions = [
         f"bfloat16 activations and KV, sequences of {context:,} tokens, at most {planner.max_rows} at a time",
         f"{COMMUNICATION_BYTES / GIB:.1f} GiB per GPU for communication, if a worker has several GPUs",
@@ -142,8 +138,7 @@ class _LayoutPlanner:
 
     def planned(self, layout: RankLayout) -> PlannedLayout:
         workers, context = self._gpus.total // layout.num_ranks, self.context
-        served = layout.pp == layout.ep == 1
-        given: dict[str, Any] = {"workers": workers, "served": served}
+        given: dict[str, Any] = {"workers": workers}
         for name in ("tp", "pp", "ep", "cp"):
             given[name] = getattr(layout, name)
         try:
@@ -172,7 +167,6 @@ class _LayoutPlanner:
             decode_tokens_per_s=round(workers * rates.decode_tokens_per_s),
             prefill_tokens_per_s=round(workers * rates.prefill_tokens_per_s),
             between_tokens_ms=round(rates.between_tokens_ms, 1),
-            why="" if served else _NOT_ON_GPUS,
         )
 
     def vllm_kv(self, layout: RankLayout) -> tuple[float, int]:
@@ -180,7 +174,7 @@ class _LayoutPlanner:
         fitting = (int(MEMORY_SHARE * self._memory), self._settings, self._resolved(layout), self.context)
         try:
             needs = self.needs(layout)
-        except ConfigError:  # vLLM also splits experts whose tensors Stoker gives to ranks as a whole
+        except ConfigError:  # vLLM also splits experts that Stoker gives to ranks as a whole
             needs = self.needs(RankLayout(layout.tp, layout.pp, layout.tp))
         kv = [rank_kv(one, *fitting, unused=0) for one in needs]
         return sum(one.num_bytes for one in kv) * layout.tp / GIB, min(one.num_tokens for one in kv)

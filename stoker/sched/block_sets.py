@@ -183,12 +183,17 @@ class BlockSets:
             if pool.reach.is_bounded
         )
 
-    def shorten(self, seq: Sequence, num_blocks: int) -> None:
-        """Release a sequence's blocks from number `num_blocks` on in the bounded sets: a load did not fill them."""
+    def shorten(self, seq: Sequence, first: int, count: int) -> None:
+        """Keep of a load from block `first` on what it filled in the bounded sets: the token after the first `count` blocks
+        of the sequence sees it. The load has put it into the first of its blocks."""
+        size = self._block_tokens
         for pool, held in zip(self.pools, seq.held, strict=True):
             if pool.reach.is_bounded:
-                pool.release(held.between(num_blocks, len(held.ids)))
-                del held.ids[num_blocks:]
+                begin = max(first, pool.reach.first_block(count * size, size))
+                taken = held.between(first, len(held.ids))
+                kept = taken[: count - begin]
+                pool.release(taken[len(kept) :])
+                held.ids[first:] = [NO_BLOCK] * (begin - first) + kept
         self._set_room(seq)
 
     def release(self, seq: Sequence) -> None:

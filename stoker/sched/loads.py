@@ -75,6 +75,8 @@ class PendingLoads:
             num_computed = min((load.first + num_loaded) * seq.block_tokens, pending.end)
         elif result.local_loaded and num_loaded == len(load.keys):
             num_computed = pending.end
+        elif result.local_loaded:
+            num_computed = (load.first + num_loaded) * seq.block_tokens
         else:
             num_loaded, num_computed = 0, load.first * seq.block_tokens
         new_tokens = num_computed - load.first * seq.block_tokens

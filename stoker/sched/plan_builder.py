@@ -63,6 +63,10 @@ class PlanBuilder:
         self.new_rows[seq] = NewRow(
             seq.running_row, request.sampling, list(seq.token_ids), request.num_prompt, request.max_new_tokens
         )
+        self.put_tables(seq)
+
+    def put_tables(self, seq: Sequence) -> None:
+        """Write the sequence's block tables."""
         self.changes[seq] = {
             kv_set: BlockTableChange(seq.running_row, held.first, held.table_entries(held.first), kv_set)
             for kv_set, held in enumerate(seq.held)

@@ -39,6 +39,7 @@ class Residency:
         self._counters = counters
         self._loads = PendingLoads(sets)
         self._unfilled: list[BlockId] = []
+        self._shortened: list[Sequence] = []
 
     @property
     def num_loading(self) -> int:
@@ -109,7 +110,8 @@ class Residency:
             self._sets.release(seq)
             return
         if finished.failed:
-            self._sets.shorten(seq, seq.num_named)
+            self._sets.shorten(seq, seq.num_named, finished.num_computed // seq.block_tokens)
+            self._shortened.append(seq)
         seq.state = SequenceState.RUNNING
         seq.num_computed = finished.num_computed
         seq.pulled_tokens = finished.pulled_tokens
@@ -126,6 +128,11 @@ class Residency:
         """Return the blocks of the first KV set that failed loads left undefined since the last call."""
         unfilled, self._unfilled = self._unfilled, []
         return unfilled
+
+    def take_shortened(self) -> list[Sequence]:
+        """Return the running sequences whose block tables were changed by failed loads since the last call."""
+        shortened, self._shortened = self._shortened, []
+        return [seq for seq in shortened if seq.state is SequenceState.RUNNING]
 
     def _count_cached(self, seq: Sequence, num_tokens: int) -> None:
         if seq.cached_tokens is None:

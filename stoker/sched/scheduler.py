@@ -158,6 +158,8 @@ class Scheduler:
         builder = self._filler.fill()
         if builder.is_empty:
             return None
+        for seq in self._residency.take_shortened():
+            builder.put_tables(seq)
         plan = builder.build(
             self._rows.take_freed(),
             self._residency.take_unfilled(),

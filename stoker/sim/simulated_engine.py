@@ -29,7 +29,6 @@ from stoker.sim.simulated_device import RunningStep, SimulatedDevice, Speculatio
 from stoker.sim.simulated_store import SimulatedStore
 
 FINGERPRINT = "simulated"
-MOVED = "moved"
 _RUN_SHARE = 64  # a run of steps takes at most one in this many of the pool's tokens ahead of time
 _MAX_OFFERS = 4096
 _REPORT_EVERY_S, _REPORT_AT_MOST_EVERY_S = 0.25, 0.02  # as in worker/report.py
@@ -50,7 +49,10 @@ class EngineJob:
         """The last token has been sampled. `ticket`: the KV is held for another worker."""
 
     def failed(self, kind: str) -> None:
-        """The engine does not continue. `kind` is one of the kinds of `Fleet.saw_failure`, refused or MOVED."""
+        """The engine does not continue. `kind` is one of the kinds of `Fleet.saw_failure`, or refused."""
+
+    def moved(self, ticket: KvTicket | None) -> None:
+        """The engine has handed the request off. `ticket`: its KV is held for the worker that continues."""
 
 
 class EngineObserver(Protocol):
@@ -196,10 +198,24 @@ class SimulatedEngine:
             job.failed("lost")
 
     def move_clients(self) -> None:
-        """Give all requests back to the gateway, which continues them on other workers."""
-        for request_id, job in list(self._jobs.items()):
-            self.cancel(request_id)
-            job.failed(MOVED)
+        """Hand all requests off to other workers, which pull their KV. Prompts that are being computed for one go on here."""
+        for request, _ in self._inbox:
+            self._jobs.pop(request.request_id).moved(request.ticket)
+        self._inbox.clear()
+        for request_id in list(self._jobs):
+            self._hand_over(self.scheduler.hand_off(request_id, f"move-{request_id}"))
+        self._wake()
+
+    def _hand_over(self, chunks: TokenChunks) -> None:
+        """Give requests that have left the scheduler back to the gateway."""
+        for i, request_id in enumerate(chunks.request_ids):
+            job, ticket = self._jobs.pop(request_id), chunks.tickets.get(i)
+            if job.last_token_s is None:
+                self._num_prefilling -= 1
+            if ticket is not None and self._tickets.get(request_id) is ticket:
+                del self._tickets[request_id]  # the next worker pulls what this one did not
+            self._release_ticket(request_id)
+            job.moved(ticket)
 
     @property
     def num_open(self) -> int:
@@ -302,6 +318,7 @@ class SimulatedEngine:
         else:
             self.rates.record(plan, step_s)
         self._deliver(step, chunks)
+        self._hand_over(scheduler.end_leaving())
         self._move_kv()
         self._turn()
 

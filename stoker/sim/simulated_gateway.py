@@ -29,7 +29,7 @@ from stoker.sched.request import GenerateRequest, SamplingParams, TokenUsage
 from stoker.sim.calibration import HostCosts
 from stoker.sim.event_loop import EventLoop
 from stoker.sim.records import RequestRecords
-from stoker.sim.simulated_engine import FINGERPRINT, MOVED, EngineJob, SimulatedEngine
+from stoker.sim.simulated_engine import FINGERPRINT, EngineJob, SimulatedEngine
 from stoker.sim.workloads.workload import SimTurn
 
 MODEL = "model"
@@ -79,6 +79,9 @@ class LegJob(EngineJob):
 
     def failed(self, kind: str) -> None:
         self.gateway.leg_failed(self, kind)
+
+    def moved(self, ticket: KvTicket | None) -> None:
+        self.gateway.leg_moved(self, ticket)
 
 
 class SimulatedGateway:
@@ -182,7 +185,7 @@ class SimulatedGateway:
 
     # ---- to the workers
 
-    def _route(self, call: SimCall, matches: PrefixMatches | None = None) -> None:
+    def _route(self, call: SimCall, matches: PrefixMatches | None = None, kv: KvTicket | None = None) -> None:
         query = RouteQuery(
             model=MODEL,
             keys=call.keys,
@@ -192,6 +195,7 @@ class SimulatedGateway:
             session=call.session,
             excluded=call.excluded,
             matches=matches,
+            brings_kv=kv is not None,
         )
         call.attempts += 1
         try:
@@ -202,7 +206,7 @@ class SimulatedGateway:
         if call.route.prefill is not None:
             self._send(call, call.route.prefill, lease_id=f"lease-{call.number}-{call.attempts}")
         else:
-            self._send(call, call.route.decode)
+            self._send(call, call.route.decode, kv=kv)
 
     def _send(self, call: SimCall, leg: Leg, lease_id: str | None = None, kv: KvTicket | None = None) -> None:
         """Send a leg's request. The engine has it after the worker's host costs."""
@@ -277,17 +281,25 @@ class SimulatedGateway:
             return
         call.num_output += job.num_tokens
         self._leave(call)
-        if kind == MOVED:
-            call.num_moves += 1
-        else:
-            self.fleet.saw_failure(worker_id, now_s, kind)
-            call.excluded |= {worker_id}
+        self.fleet.saw_failure(worker_id, now_s, kind)
+        call.excluded |= {worker_id}
         if call.attempts - call.num_moves >= _MAX_ATTEMPTS:
             self._end(call, "failed")
         elif call.num_output >= call.turn.output_tokens:
             self._end(call, "ok")
         else:
             self._loop.after(0.0, lambda: self._route(call))
+
+    def leg_moved(self, job: LegJob, kv: KvTicket | None) -> None:
+        """Continue on another worker. It is no failure."""
+        call, route = job.call, job.call.route
+        if route is None or job.leg not in (route.decode, route.prefill):
+            return
+        call.num_output += job.num_tokens
+        call.num_moves += 1
+        call.excluded = frozenset((job.leg.worker.worker_id,))
+        self._leave(call)
+        self._loop.after(self._host.write_s, lambda: self._route(call, kv=kv))
 
     def _leave(self, call: SimCall) -> None:
         """Cancel what the call has open in engines, and return its reservations."""
@@ -340,7 +352,7 @@ class SimulatedGateway:
     # ---- operations
 
     def change_role(self, worker_id: WorkerId, role: Role) -> None:
-        """Give a worker another role. Its requests continue on other workers, which compute their tokens again."""
+        """Give a worker another role. Its requests continue on other workers, which pull their KV."""
         self.fleet.set_role(worker_id, role, self._loop.now_s)
         self.engines[worker_id].move_clients()
 

@@ -23,6 +23,7 @@ import pytest
 from scripted_server import Reply, ScriptedServer, Seen, answer
 
 from stoker.base.errors import ConfigError
+from stoker.base.settings import declared
 from stoker.cli import gateway
 from stoker.cli.main import main
 from stoker.gateway.config import GatewayConfig
@@ -56,6 +57,13 @@ def test_the_help_shows_how_to_name_a_worker_and_make_a_key(capsys: pytest.Captu
 def test_the_earlier_way_to_make_keys_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--new-key", "alice"]) == 2
     assert "use `stoker keys create NAME`" in capsys.readouterr().err
+
+
+def test_every_flag_of_the_settings_is_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    gateway.add_arguments(parser)
+    known = {text for action in parser._actions for text in action.option_strings}
+    assert {one.flag for one in declared(GatewayConfig) if one.setting.flag is not None} - known == set()
 
 
 def test_flags_become_settings() -> None:

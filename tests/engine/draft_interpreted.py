@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_interpreted import AllCaptured, DenseLengths, NothingCaptured, ReplayedStep, apply_and_upload, dense_attention
+from gpu_interpreted import AllCaptured, NothingCaptured, ReplayedStep, run_like_a_gpu
 from models.eagle3_files import FORMATS, Format, make_tensors, write_head
 from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
-from stoker.engine import gpu_steps
 from stoker.engine.llm import LLM
 from stoker.engine.packed import StepShape
-from stoker.engine.rows import RowTable
 from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START, NEXT
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import SamplingParams
@@ -96,14 +94,9 @@ def test_drafts_are_those_of_the_reference(
     expected, _ = run(folder, "off", samplings)
     answers, drafts = run(folder, f"eagle3:{head}", samplings)
     assert answers == expected
-    for name in ("paged", "rope_write", "mla", "latent_write"):
-        monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
+    run_like_a_gpu(monkeypatch, graphs)
     for name in ("draft_inputs", "draft_steps"):
         monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "on_gpu", lambda x: True)
-    monkeypatch.setattr(gpu_steps, "StepGraphs", graphs)
-    monkeypatch.setattr(gpu_steps, "DensePlans", DenseLengths)
-    monkeypatch.setattr(import_module("stoker.kernels.paged"), "dense_attention", dense_attention)
-    monkeypatch.setattr(RowTable, "apply", apply_and_upload)
     found, found_drafts = run(folder, f"eagle3:{head}", samplings)
     assert found == expected
     # A row may not have a block for the last guesses.

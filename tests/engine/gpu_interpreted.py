@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import RequestId
-from stoker.engine import gpu_steps
+from stoker.engine import gpu_batches, gpu_stages, gpu_steps
 from stoker.engine.graphs import StepOutputs
 from stoker.engine.llm import LLM
 from stoker.engine.packed import StepInputs, StepShape
@@ -132,6 +132,17 @@ def answers(
     return [(one.token_ids, [token.logprob for token in one.logprobs]) for one in done]
 
 
+def run_like_a_gpu(monkeypatch: pytest.MonkeyPatch, graphs: type[NothingCaptured]) -> None:
+    """Let engines on the CPU use the kernels and the steps of a GPU, with fakes of its graphs and of cuDNN."""
+    for name in ("paged", "rope_write", "mla", "latent_write", "head_matmul"):
+        monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
+    for module in (gpu_steps, gpu_stages):
+        monkeypatch.setattr(module, "StepGraphs", graphs)
+    monkeypatch.setattr(gpu_batches, "DensePlans", DenseLengths)
+    monkeypatch.setattr(import_module("stoker.kernels.paged"), "dense_attention", dense_attention)
+    monkeypatch.setattr(RowTable, "apply", apply_and_upload)
+
+
 @pytest.mark.parametrize(
     ("model", "graphs", "samplings", "num_blocks", "kv_dtype", "drafts"),
     [
@@ -139,6 +150,7 @@ def answers(
         ("qwen3", AllCaptured, WITH_EXTRAS, 4, "auto", True),  # sampled by the reference, with preemption
         ("qwen3", NothingCaptured, PLAIN[:3], 64, "int8", False),
         ("deepseek", NothingCaptured, PLAIN[:2], 64, "auto", True),
+        ("deepseek", NothingCaptured, PLAIN[:1], 64, "fp8_e4m3", False),
         ("gpt-oss", AllCaptured, PLAIN[:2], 64, "auto", True),
         ("llama4-scout", NothingCaptured, PLAIN[:2], 64, "auto", True),
     ],
@@ -157,12 +169,7 @@ def test_gpu_steps_give_the_tokens_of_the_references(
     changes = {"no_rope_layers": [1, 0]} if model == "llama4-scout" else {}
     make_tiny(tmp_path, model, torch.float32, num_hidden_layers=2, **changes)
     expected = answers(tmp_path, samplings, num_blocks, kv_dtype)
-    for name in ("paged", "rope_write", "mla", "latent_write", "head_matmul"):
-        monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
-    monkeypatch.setattr(gpu_steps, "StepGraphs", graphs)
-    monkeypatch.setattr(gpu_steps, "DensePlans", DenseLengths)
-    monkeypatch.setattr(import_module("stoker.kernels.paged"), "dense_attention", dense_attention)
-    monkeypatch.setattr(RowTable, "apply", apply_and_upload)
+    run_like_a_gpu(monkeypatch, graphs)
     known = {str(number): token_ids for number, (token_ids, _) in enumerate(expected)}
     found = answers(tmp_path, samplings, num_blocks, kv_dtype, known if drafts else None)
     assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected]

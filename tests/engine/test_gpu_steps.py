@@ -1,4 +1,4 @@
-"""Runs gpu_interpreted.py: a whole GPU step in Triton's interpreter, on a CPU."""
+"""Runs gpu_interpreted.py and stages_interpreted.py: whole GPU steps in Triton's interpreter, on a CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_gpu_steps_give_the_tokens_of_the_references() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", str(Path(__file__).with_name("gpu_interpreted.py"))]
+@pytest.mark.parametrize("cases", ["gpu_interpreted.py", "stages_interpreted.py"])
+def test_gpu_steps_give_the_tokens_of_the_references(cases: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", str(Path(__file__).with_name(cases))]
     run = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
     )

@@ -4,7 +4,7 @@ tokens are those of transformers, which keeps everything."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +17,12 @@ from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
 from stoker.base.errors import ConfigError
-from stoker.base.ids import BlockId, RequestId
+from stoker.base.ids import BlockId, BlockKey, RequestId
 from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.runner import PendingStep, Runner
+from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.mooncake.master import INSTALL_HINT, MooncakeMaster, is_installed
+from stoker.kv.store.tiers.tier import HostBytes
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.step_rates import StepRates
@@ -206,6 +208,36 @@ def test_a_tier_brings_back_what_the_next_token_sees(
     if tier == "disk":
         with engine(model.folder, settings(store=store)) as again:
             assert check_loads(again, model)
+
+
+def test_a_load_that_fails_in_part_brings_a_shorter_prefix(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiers have the windows before the end of an earlier prompt too. A block after it cannot be read."""
+    monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
+    stored, longer = settings(store=StoreSettings(disk_dir=str(tmp_path))), model.prompts[3] + model.prompts[4][:40]
+    with engine(model.folder, stored) as llm:
+        ask(llm, [model.prompts[3]])
+        expected = tokens(ask(llm, [longer]))
+        lost = block_keys(longer, root_key(llm.built.fingerprint, ""), BLOCK)[20]
+    with engine(model.folder, stored) as other:
+        backend = other.built.store.tiers[0].backend
+        read = backend.read
+
+        def read_others(keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
+            return [key != lost and is_right for key, is_right in zip(keys, read(keys, into), strict=True)]
+
+        monkeypatch.setattr(backend, "read", read_others)
+        found = ask(other, [longer])
+        assert tokens(found) == expected
+        counters = other.built.scheduler.counters
+        if other.built.layout.sets[0].reach.is_bounded:  # no set with all blocks: the window alone decides
+            return
+        assert counters.failed_loads == 1
+        # After 76 tokens a chunk of 19 begins, and needs nothing before it.
+        is_chunked = other.built.layout.sets[1].reach.kind == "chunk"
+        assert counters.loaded_tokens == (76 if is_chunked else (len(model.prompts[3]) - 1) // BLOCK * BLOCK)
+        assert counters.computed_tokens == len(longer) - counters.loaded_tokens + NEW_TOKENS - 1
 
 
 def test_an_answer_is_resumed_on_another_worker(

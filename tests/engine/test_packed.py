@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.base.ids import Row
-from stoker.engine.gpu_steps import _shapes
+from stoker.engine.gpu_steps import step_shapes
 from stoker.engine.packed import StepData, StepInputs, StepShape
 from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.paged import Cutter, SpanForm
@@ -56,7 +56,7 @@ def test_packed_inputs_contain_the_plan_and_padding(seed: int, cutter: Cutter) -
     plan = random_plan(random.Random(seed))
     sampling = [span for span in plan.spans if span.samples]
     data = StepData(plan, cutter)
-    first, rest = _shapes(512, 2048, cutter)
+    first, rest = step_shapes(512, 2048, cutter)
     holding = [shape for shape in (*first, *rest) if shape.holds(data.needed)]
     for shape in (data.exact, *holding[:3]):
         inputs = inputs_of(plan, shape, data)
@@ -105,7 +105,7 @@ def test_leading_tokens_of_supported_lengths_are_left_to_dense_attention() -> No
 
 
 def test_every_step_of_few_tokens_has_a_shape() -> None:
-    first, rest = _shapes(512, 2048, CUTTER)
+    first, rest = step_shapes(512, 2048, CUTTER)
     shapes = (*first, *rest)
     for tokens in (1, 2, 17, 500, 1000, 1024):
         rows = min(tokens, 512)
@@ -117,7 +117,7 @@ def test_every_step_of_few_tokens_has_a_shape() -> None:
 
 
 def test_no_shape_is_captured_that_no_step_can_have() -> None:
-    first, rest = _shapes(8, 200, CUTTER)
+    first, rest = step_shapes(8, 200, CUTTER)
     shapes = (*first, *rest)
     assert max(shape.tokens for shape in shapes) == 256
     assert max(shape.tokens for shape in shapes if not shape.tiles) == 8

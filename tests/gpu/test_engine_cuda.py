@@ -7,7 +7,9 @@ import json
 import random
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +20,7 @@ else:
 
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.config import EngineSettings, KvSettings, RankSettings, SchedSettings
 from stoker.base.ids import RequestId
 from stoker.engine.llm import LLM
 from stoker.sched.request import GenerateRequest, SamplingParams
@@ -40,15 +42,15 @@ CONFIG = {
 }
 
 
-def make_folder(path: Path) -> Path:
-    (path / "config.json").write_text(json.dumps(CONFIG))
+def make_folder(path: Path, config: dict[str, Any] = CONFIG) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
     # CPU and CUDA generate different random weights from one seed, so both load the same file.
     from safetensors.torch import save_file
 
     from stoker.models.family import family_of
     from stoker.models.weights import parameter_slices
 
-    family = family_of(CONFIG, "config.json")
+    family = family_of(config, "config.json")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     model = family.build(64)
@@ -66,6 +68,7 @@ def answers(
     step_tokens: int,
     dtype: str = "float64",
     plain: bool = False,
+    ranks: RankSettings | None = None,
 ) -> list[list[int]]:
     """`plain` is what the GPU samples in one launch, without penalties, biases and logprobs."""
     rng = random.Random(5)
@@ -101,10 +104,11 @@ def answers(
         num_threads=2,
         kv=KvSettings(block_tokens=16, num_blocks=num_blocks),
         sched=SchedSettings(step_tokens=step_tokens, max_rows=16),
+        ranks=ranks or RankSettings(),
     )
-    llm = LLM(folder, settings)
-    completions = llm.generate(prompts, sampling, max_new_tokens=40)
-    assert llm.built.pool.num_free == num_blocks
+    with closing(LLM(folder, settings)) as llm:
+        completions = llm.generate(prompts, sampling, max_new_tokens=40)
+        assert llm.built.pool.num_free == num_blocks
     return [completion.token_ids for completion in completions]
 
 

@@ -4,6 +4,7 @@ pytest."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -53,6 +54,17 @@ def test_prompts() -> None:
         moe_cases.prompt(num_tokens, Shape(256, 96, 16, 4, granule=32), CUDA, torch.bfloat16)
     for num_tokens in (300, 3000):
         moe_cases.prompt(num_tokens, QWEN_30B_A3B, CUDA, torch.bfloat16)
+
+
+def test_a_rank_computes_the_experts_that_it_holds() -> None:
+    for shape in (*moe_cases.PARTS, replace(QWEN_30B_A3B, first=32, held=32)):
+        for num_tokens in (1, 2, 40, 3000):
+            moe_cases.whole(num_tokens, shape, CUDA, torch.bfloat16)
+    part = replace(QWEN_30B_A3B, first=96, held=32)
+    for form in moe_cases.FORMS:
+        moe_cases.few_quantised(1, part, form, CUDA, torch.bfloat16)
+        for num_tokens in (8, 300):
+            moe_cases.many_quantised(num_tokens, part, form, CUDA, torch.bfloat16)
 
 
 # Few wide experts, narrow ones, an odd number of them, one expert per token, and more than one panel of pairs.

@@ -19,7 +19,7 @@ from models.eagle3_files import FORMATS, make_tensors, write_head
 from bench.support.model_shapes import SHAPES
 from stoker.base.config import EngineSettings
 from stoker.engine.draft_model import open_draft
-from stoker.engine.gpu_steps import GpuSteps
+from stoker.engine.gpu_steps import DeviceSteps
 from stoker.engine.kernel_plan import find_launches, make_stand_in
 from stoker.engine.memory import resolve_on
 from stoker.engine.model_identity import read_hf_config
@@ -35,7 +35,7 @@ compile_for(90)
 QUICK = ("_step_inputs", "_rms_norm")  # kernels that compile in a moment
 
 
-def stand_in(config: dict[str, Any]) -> GpuSteps:
+def stand_in(config: dict[str, Any]) -> DeviceSteps:
     family = family_of(config, "config.json")
     resolved = resolve_on(torch.device("cuda"), EngineSettings(), family.shape)
     steps = make_stand_in(family, resolved, kv_layout(family, resolved))

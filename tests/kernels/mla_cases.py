@@ -13,6 +13,8 @@ from stoker.kernels.attention import SpanShape, group_spans
 from stoker.kernels.block_split import BlockSplit
 from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.head_matmul import head_matmul_ref, head_matmul_triton
+from stoker.kernels.kv_pages import LARGEST_CODE
+from stoker.kernels.latent_pages import entries_read, entries_write, entry_values
 from stoker.kernels.latent_write import latent_write_ref, latent_write_triton
 from stoker.kernels.linear import Norm
 from stoker.kernels.mla import LatentShape, cut_heads, mla_attention_ref, mla_attention_triton
@@ -48,25 +50,47 @@ class LatentWorld:
     """Rows with entries in the cache, in blocks in any order. Everything that a row may not see is NaN."""
 
     def __init__(
-        self, lengths: list[int], shape: LatentShape, block: int, device: torch.device, dtype: torch.dtype
+        self,
+        lengths: list[int],
+        shape: LatentShape,
+        block: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.shape, self.block, self.device, self.dtype = shape, block, device, dtype
         max_blocks = -(-(max(lengths) + 64) // block)
         order = torch.randperm(len(lengths) * max_blocks)
         self.table = order.view(len(lengths), max_blocks).to(device)
-        pages = torch.full((len(order) * PER_BLOCK, block, shape.width), float("nan"), device=device, dtype=dtype)
-        self.pages = pages.view(len(pages), -1)
-        self.lengths, self.num_blocks = lengths, len(order)
-        for row, length in enumerate(lengths):
-            entries = torch.randn(length, shape.width, device=device).to(dtype)
-            for number, part in enumerate(entries.split(block)):
-                pages[int(self.table[row, number]) * PER_BLOCK, : len(part)] = part
+        self.lengths, self.num_blocks, self.kv_dtype = lengths, len(order), kv_dtype or dtype
+        # Tokens of very different size: with 8-bit pages, each has a scale.
+        self.written = [torch.randn(length, shape.width, device=device).to(dtype) for length in lengths]
+        for entries in self.written:
+            entries[:, : shape.latent] *= torch.rand(len(entries), 1, device=device).mul(4).exp().to(dtype) / 16
+        self.pages = self.new_pages(0, block)
+        numbers = torch.arange(len(self.pages), device=device)
+        wide = entries_read(self.pages, numbers, shape.latent, shape.rope, torch.float64)
+        self.wide_pages = wide.nan_to_num().view(len(self.pages), -1)
         sizes = (shape.num_heads, shape.nope + shape.rope)
         self.queries = [torch.randn(length, *sizes, device=device).to(dtype) for length in lengths]
         self.weight = (torch.randn(shape.num_heads, shape.nope + shape.value, shape.latent, device=device) / 8).to(
             dtype
         )
         self.scale = (shape.nope + shape.rope) ** -0.5
+
+    def new_pages(self, first: int, count: int) -> Tensor:
+        """Return pages that hold `count` tokens of each block."""
+        shape, dtype = self.shape, self.kv_dtype
+        like = torch.empty(0, dtype=dtype)
+        values = count * entry_values(like, shape.latent, shape.rope) * like.itemsize
+        raw = torch.full((self.num_blocks * PER_BLOCK, values), 255, dtype=torch.uint8, device=self.device)
+        pages = raw.view(dtype)  # of NaN
+        for entries, blocks in zip(self.written, self.table, strict=True):
+            at = torch.arange(len(entries), device=self.device)
+            inside = at % self.block - first
+            index = blocks[at // self.block] * PER_BLOCK * count + inside
+            entries_write(entries, pages, index.where((inside >= 0) & (inside < count), -1), shape.latent)
+        return pages
 
     def cutter(self, exact: bool) -> Cutter:
         heads = [cut_heads(self.shape.num_heads)]
@@ -122,17 +146,20 @@ class LatentWorld:
         pieces = spans.singles if len(spans.singles) else spans.tiles
         assert spans.form.exact or int(pieces[:, 5].max()) > 1, "no keys are split among programs"
         parts, sums = [], []
-        for index, held in enumerate(self.pages.view(len(self.pages), contexts, -1).unbind(1)):
-            split = BlockSplit(index, contexts)
-            part, own = split_attention_triton(query.clone(), held.contiguous(), spans, split, self.shape, self.scale)
+        for index in range(contexts):
+            held, split = (
+                self.new_pages(index * self.block // contexts, self.block // contexts),
+                BlockSplit(index, contexts),
+            )
+            part, own = split_attention_triton(query.clone(), held, spans, split, self.shape, self.scale)
             parts.append(part)
             sums.append(own)
         assert torch.stack(sums)[:, spans.positions < 0].eq(float("-inf")).all(), "padding sees keys"
         return head_matmul_ref(merge_parts(parts, sums).to(q.dtype), value_weight.transpose(1, 2))
 
     def entries(self, span: LatentSpan) -> Tensor:
-        blocks = self.pages.view(-1, PER_BLOCK, self.block, self.shape.width)[self.table[span.row], 0]
-        return blocks.flatten(0, 1)[span.start : span.start + span.count]
+        blocks = self.wide_pages.view(-1, PER_BLOCK, self.block, self.shape.width)[self.table[span.row], 0]
+        return blocks.flatten(0, 1)[span.start : span.start + span.count].to(self.dtype)
 
     def expected(self, span: LatentSpan) -> Tensor:
         """Return the reference in float64, in the form that takes fewer multiplications."""
@@ -141,7 +168,7 @@ class LatentWorld:
         given = SpanShape(0, span.start, count, (blocks * PER_BLOCK).tolist())
         groups = group_spans([given], 1, self.block, self.device, torch.float64)
         q = self.queries[span.row][span.start : span.start + count].double()
-        wide = (self.pages.double().nan_to_num(), groups, self.weight.double())
+        wide = (self.wide_pages, groups, self.weight.double())
         return mla_attention_ref(q, *wide, self.shape, self.scale)
 
 
@@ -190,6 +217,41 @@ def exact_spans(shape: LatentShape, device: torch.device, dtype: torch.dtype, le
                 assert torch.equal(token, alone(span.row, span.start + i, as_tiles)), f"{span}, token {i}"
 
 
+def spans_over_codes(
+    shape: LatentShape, device: torch.device, dtype: torch.dtype, block: int, kv_dtype: torch.dtype
+) -> None:
+    """Like `spans_of_all_kinds`, but few, because the interpreter takes long for them."""
+    world = LatentWorld([70, 17], shape, block, device, dtype, kv_dtype)
+    decoding = [LatentSpan(0, 69, 1), LatentSpan(1, 3, 1, slack=10)]
+    verifying = [LatentSpan(0, 60, 2, slack=4), LatentSpan(1, 14, 3, num_padding=1)]
+    for spans, as_tiles in ((decoding, False), (verifying, False), ([LatentSpan(0, 30, 6)], True)):
+        for span, found in zip(spans, world.attend(spans, as_tiles=as_tiles), strict=True):
+            close(found, world.expected(span))
+    prompt = LatentSpan(1, 0, 17)
+    [found] = world.attend([prompt], as_tiles=False, whole=True)
+    close(found, world.expected(prompt))
+
+
+def split_codes(
+    shape: LatentShape, contexts: int, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Like `split_spans`, but few."""
+    world = LatentWorld([150, 17], shape, 16 * contexts, device, dtype, kv_dtype)
+    spans = [LatentSpan(0, 149, 1), LatentSpan(1, 3, 1, slack=10)]
+    for span, tokens in zip(spans, world.attend(spans, as_tiles=False, contexts=contexts), strict=True):
+        close(tokens, world.expected(span))
+
+
+def exact_codes(shape: LatentShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Like `exact_spans`: the scales of keys that a token does not see change nothing."""
+    world = LatentWorld([70], shape, 16, device, dtype, kv_dtype)
+    for as_tiles in (False, True):
+        [found] = world.attend([LatentSpan(0, 62, 3)], as_tiles=as_tiles, exact=True)
+        close(found, world.expected(LatentSpan(0, 62, 3)))
+        [alone] = world.attend([LatentSpan(0, 63, 1)], as_tiles=as_tiles, exact=True)
+        assert torch.equal(found[1], alone[0])
+
+
 def matmul(num_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
     q = torch.randn(num_tokens, 5, 40, device=device).to(dtype)
     weight = (torch.randn(5, 44, 72, device=device) / 8).to(dtype)
@@ -214,21 +276,34 @@ def write(num_tokens: int, shape: LatentShape, device: torch.device, dtype: torc
     positions[-1] = -1
     slots = torch.randperm(num_tokens + 9, device=device)[:num_tokens]
     slots[0] = -1  # on another rank
-    written = [torch.zeros(num_tokens + 9, shape.width, device=device, dtype=kv_dtype) for _ in range(2)]
+    block, num_pages = 16, -(-(num_tokens + 9) // 16)
+    values = block * entry_values(torch.empty(0, dtype=kv_dtype), shape.latent, shape.rope)
+    pages = torch.zeros(num_pages, values * kv_dtype.itemsize, dtype=torch.uint8, device=device).view(kv_dtype)
+    unrounded = torch.zeros(num_pages, block * shape.width, device=device, dtype=torch.float64)
     given = [q.clone(), q.double()]
     wide = (kv.double(), Norm(norm.weight.double(), norm.eps), cos.double(), sin.double())
-    found = latent_write_triton(given[0], kv, norm, cos, sin, positions, written[0], slots)
+    found = latent_write_triton(given[0], kv, norm, cos, sin, positions, pages, slots)
     there, held = positions >= 0, (positions >= 0) & (slots >= 0)
     expected = latent_write_ref(given[1][there], *(part[there] if isinstance(part, Tensor) else part for part in wide),
-                                positions[there], written[1].double(), slots[there])  # fmt: skip
+                                positions[there], unrounded, slots[there])  # fmt: skip
     rotated = latent_query(q.double()[there], cos.double()[there], sin.double()[there])
     close(given[0][there], rotated)
     assert not given[0][~there].any(), "padding has a query"
     tolerance = 1e-5 if dtype == kv_dtype == torch.float32 else 3e-2
-    assert torch.allclose(found[there].double(), expected, atol=tolerance, rtol=tolerance)
-    assert torch.equal(written[0][slots[held]].to(dtype), found[held]), "the cache holds something else"
-    written[0][slots[held]] = 0
-    assert not written[0].any(), "padding or a token of another rank was written"
+    if kv_dtype in LARGEST_CODE:
+        # One rounding of the reference's values, which the kernel has in float32.
+        largest = expected[:, : shape.latent].abs().amax(1, keepdim=True)
+        error = (found[there].double() - expected).abs()
+        half_code = 0.5 / 127 if kv_dtype == torch.int8 else 2**-4
+        assert (error[:, : shape.latent] <= largest * (half_code + 2**-7)).all()
+        assert (error[:, shape.latent :] <= expected[:, shape.latent :].abs() * 2**-8).all(), "keys are in bfloat16"
+    else:
+        assert torch.allclose(found[there].double(), expected, atol=tolerance, rtol=tolerance)
+    numbers = torch.arange(num_pages, device=device)
+    read = entries_read(pages, numbers, shape.latent, shape.rope, dtype).view(-1, shape.width)
+    assert torch.equal(read[slots[held]], found[held]), "the cache holds something else"
+    read[slots[held]] = 0
+    assert not read.any(), "padding or a token of another rank was written"
 
 
 def latent_query(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

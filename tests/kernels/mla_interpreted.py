@@ -9,6 +9,8 @@ import triton  # before any kernel, otherwise they are not defined
 from kernels import mla_cases
 from kernels.mla_cases import SHAPES
 
+from stoker.kernels.kv_pages import LARGEST_CODE
+
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
 
@@ -42,6 +44,19 @@ def test_matmuls_of_heads(num_tokens):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, *LARGEST_CODE], ids=str)
 def test_writing(shape, kv_dtype):
     mla_cases.write(7, shape, CPU, torch.float32, kv_dtype)
+
+
+@pytest.mark.parametrize(("kv_dtype", "block"), [(torch.float8_e4m3fn, 16), (torch.int8, 64)], ids=str)
+def test_spans_over_8_bit_entries(kv_dtype, block):
+    mla_cases.spans_over_codes(SHAPES[0], CPU, torch.float32, block, kv_dtype)
+
+
+def test_a_context_of_8_bit_entries_that_ranks_split():
+    mla_cases.split_codes(SHAPES[0], 2, CPU, torch.float32, torch.float8_e4m3fn)
+
+
+def test_exact_spans_over_8_bit_entries():
+    mla_cases.exact_codes(SHAPES[0], CPU, torch.float32, torch.float8_e4m3fn)

@@ -56,6 +56,16 @@ class Shape:
     on_input: bool = False
     expert_bias: bool = False
     clamp: Clamp | None = None
+    first: int = 0  # the experts of a rank: the first one, and how many there are
+    held: int | None = None  # None: all
+
+    @property
+    def num_held(self) -> int:
+        return self.held or self.experts
+
+    @property
+    def part(self) -> range | None:
+        return None if self.held is None else range(self.first, self.first + self.held)
 
     @property
     def routing(self) -> Routing:
@@ -89,11 +99,11 @@ class Case:
     def wide(self) -> Case:
         norm, experts = self.norm, self.experts
         gate_up, down = (
-            plain_ref(weight, len(experts.router), torch.float64) for weight in (experts.gate_up, experts.down)
+            plain_ref(weight, len(experts.router.held), torch.float64) for weight in (experts.gate_up, experts.down)
         )
         router = experts.router
         bias, correction = (None if extra is None else extra.double() for extra in (router.bias, router.correction))
-        router = ExpertRouter(router.weight.double(), router.routing, bias, correction)
+        router = ExpertRouter(router.weight.double(), router.routing, bias, correction, router.part)
         return Case(
             self.x.double(),
             Norm(norm.weight.double(), norm.eps),
@@ -121,7 +131,8 @@ def make(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype
     hidden, width, experts = shape.hidden, shape.width, shape.experts
     bias = random(experts) if shape.bias else None
     correction = torch.rand(experts, device=device) if shape.correction else None
-    router = ExpertRouter(random(experts, hidden, scale=2 * hidden**-0.5), shape.routing, bias, correction)
+    router_weight = random(experts, hidden, scale=2 * hidden**-0.5)
+    router = ExpertRouter(router_weight, shape.routing, bias, correction, shape.part)
     norm = Norm(random(hidden), 1e-5)
     kept: list[Tensor] = []
     while sum(map(len, kept)) < num_tokens:
@@ -134,11 +145,12 @@ def make(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype
             x, logits, chosen = x[is_same], logits[is_same], chosen[is_same]
         kept.append(x)
     x = torch.cat(kept)[:num_tokens].contiguous()
-    gate_up = random(experts, 2 * width, hidden, scale=hidden**-0.5)
-    down = random(experts, hidden, width, scale=4 * width**-0.5)
+    held = shape.num_held
+    gate_up = random(held, 2 * width, hidden, scale=hidden**-0.5)
+    down = random(held, hidden, width, scale=4 * width**-0.5)
     gate, down_bias = SILU, None
     if shape.expert_bias:
-        gate, down_bias = Gate(shape.clamp, random(experts, 2 * width)), random(experts, hidden)
+        gate, down_bias = Gate(shape.clamp, random(held, 2 * width)), random(held, hidden)
     return Case(x, norm, Experts(router, gate_up, down, shape.granule, gate=gate, down_bias=down_bias))
 
 
@@ -157,11 +169,18 @@ def routing(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dt
     if shape.on_input:
         normed, weights = normed * weights, torch.ones_like(weights)
     close(lists.normed, normed)
-    assert (lists.weights.double() - weights).abs().max() < 1e-5
-    found = torch.full((num_tokens * shape.top_k,), -1, device=device)
-    for expert, count in enumerate(counts.view(-1, COUNT_STRIDE)[:, 0].tolist()):
-        found[lists.pairs[expert, :count].long()] = expert
-    assert torch.equal(found, chosen.flatten())
+    is_held = (chosen >= shape.first) & (chosen < shape.first + shape.num_held)
+    assert (lists.weights.double() - weights.where(is_held, 0)).abs().max() < 1e-5
+    assert torch.equal(experts_of(lists, shape), chosen.where(is_held, -1).flatten())
+
+
+def experts_of(lists: Lists, shape: Shape) -> Tensor:
+    """Return the expert of each pair that a list has; -1 for the others."""
+    found = torch.full((lists.num_pairs,), -1, device=lists.pairs.device)
+    counts = lists.counts.view(-1, COUNT_STRIDE)[: shape.num_held, 0].tolist()
+    for number, count in enumerate(counts):
+        found[lists.pairs[number, :count].long()] = shape.first + number
+    return found
 
 
 def few(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
@@ -185,7 +204,7 @@ def many(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype
     lists = listed(case)
     inner = gate_up_lists(lists, case.experts.gate_up, shape.granule, gate=case.experts.gate)
     made = down_lists(lists, inner, case.experts.down, bias=case.experts.down_bias)
-    close(combine(case.x.clone(), made, lists.weights), case.expected())
+    close(combine(case.x.clone(), made, lists), case.expected())
 
 
 def prompt(
@@ -200,7 +219,7 @@ def prompt(
     lists = listed(case)
     inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up, case.experts.gate)
     made = down_prompt(lists, inner, case.experts.down, down, case.experts.down_bias)
-    close(combine(case.x.clone(), made, lists.weights), case.expected())
+    close(combine(case.x.clone(), made, lists), case.expected())
 
 
 def whole(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
@@ -211,6 +230,14 @@ def whole(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtyp
     plain = replace(case, experts=replace(case.experts, granule=shape.width))
     packed = to_kernel_layout(router, *stacked, gate=case.experts.gate, down_bias=case.experts.down_bias)
     close(add_experts_triton(case.x.clone(), case.norm, packed), plain.expected())
+
+
+# Ranks that hold some of the experts: the last ones, a single one, and some in the middle.
+PARTS = [
+    Shape(72, 40, 6, 3, scoring="sigmoid", scaling=2.5, first=3, held=3),
+    Shape(100, 20, 11, 6, granule=4, bias=True, expert_bias=True, first=10, held=1),
+    Shape(32, 16, 8, 1, granule=16, scoring="sigmoid", renormalises=False, on_input=True, first=2, held=4),
+]
 
 
 # How experts may be stored: rows and columns that share a scale (None: all columns), or inputs of 4 bits that do.
@@ -232,8 +259,8 @@ def make_quantised(num_tokens: int, shape: Shape, form: str, device: torch.devic
             return made_int4(num_out, num_in, described, device, floats=form == "mxfp4")[0]
         return made_fp8(num_out, num_in, *described, device)[0]
 
-    gate_up = weight(shape.experts * 2 * shape.width, shape.hidden)
-    down = weight(shape.experts * shape.hidden, shape.width)
+    gate_up = weight(shape.num_held * 2 * shape.width, shape.hidden)
+    down = weight(shape.num_held * shape.hidden, shape.width)
     return replace(case, experts=replace(case.experts, gate_up=gate_up, down=down, granule=shape.width))
 
 
@@ -251,7 +278,7 @@ def many_quantised(num_tokens: int, shape: Shape, form: str, device: torch.devic
     lists = listed(case)
     inner = quant_gate_up(lists, case.experts.gate_up, gate=case.experts.gate)
     made = quant_down(lists, inner, case.experts.down, bias=case.experts.down_bias)
-    close(combine(case.x.clone(), made, lists.weights), case.expected())
+    close(combine(case.x.clone(), made, lists), case.expected())
 
 
 def one_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -271,9 +298,7 @@ def many_in_codes(num_tokens: int, shape: Shape, form: str, device: torch.device
     lists, wide, top_k = listed(case), case.wide.experts, shape.top_k
     gate_up, down = (replace(weight, quantises_inputs=True) for weight in (case.experts.gate_up, case.experts.down))
     assert takes_codes(gate_up)
-    chosen = torch.empty(num_tokens * top_k, dtype=torch.int64, device=device)
-    for expert, count in enumerate(lists.counts.view(-1, COUNT_STRIDE)[:, 0].tolist()):
-        chosen[lists.pairs[expert, :count].long()] = expert
+    chosen = experts_of(lists, shape)
     inner = quant_gate_up(lists, gate_up)
     both = torch.einsum(
         "pi,poi->po", _as_codes(lists.normed, gate_up).repeat_interleave(top_k, 0), wide.gate_up[chosen]

@@ -27,6 +27,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def nothing_is_zero():
+    """Fill new memory with NaN, so that a kernel cannot read what none has written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 19])
 def test_routing(num_tokens, shape):
@@ -63,6 +71,17 @@ def test_routings(routing):
 def test_a_whole_layer(num_tokens):
     moe_cases.whole(num_tokens, Shape(72, 40, 7, 1), CPU, torch.float32)
     moe_cases.whole(num_tokens, moe_cases.routed(Shape(72, 40, 7, 4), "gpt-oss"), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("shape", moe_cases.PARTS, ids=str)
+def test_a_rank_computes_the_experts_that_it_holds(shape, nothing_is_zero):
+    moe_cases.routing(5, shape, CPU, torch.float32)
+    moe_cases.few(2, shape, CPU, torch.float32)
+    moe_cases.many(7, shape, CPU, torch.float32)
+    moe_cases.whole(1, shape, CPU, torch.float32)
+    if shape.on_input:
+        tile = PairTile(rows=32, outs=16, ins=32, num_warps=4, num_stages=2)
+        moe_cases.prompt(30, shape, CPU, torch.float32, tile, tile)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from kernels.hopper import SHARED_BYTES, CompiledKernel
 from kernels.moe_cases import FORMS
 from kernels.quant_cases import made_fp8, made_int4
 
-from stoker.kernels import moe_few, moe_quant, moe_quant_few, moe_route
+from stoker.kernels import moe_few, moe_many, moe_quant, moe_quant_few, moe_route
 from stoker.kernels.moe_choice import ExpertRouter, Routing
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
@@ -38,6 +38,7 @@ def lists(num_tokens: int) -> Lists:
         torch.empty(num_tokens, TOP_K),
         torch.empty(EXPERTS * COUNT_STRIDE, dtype=torch.int32),
         torch.empty(EXPERTS, num_tokens, dtype=torch.int32),
+        EXPERTS,
     )
 
 
@@ -92,13 +93,19 @@ def routers() -> Iterator[ExpertRouter]:
     yield ExpertRouter(weight, Routing(1, "sigmoid", on_input=True))
 
 
+def router_of_a_part() -> ExpertRouter:
+    """Return the router of a rank that holds EXPERTS of twice as many experts."""
+    weight = torch.empty(2 * EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    return ExpertRouter(weight, Routing(TOP_K, renormalises=True), part=range(EXPERTS, 2 * EXPERTS))
+
+
 @pytest.mark.parametrize("form", ["fp8 channels", "fp8 blocks", "int4 groups of 32", "mxfp4"])
 def test_few_tokens(kernels, form):
     gate_up, down = kernels(moe_quant_few)
     x, norm = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
     weights = weight(form, EXPERTS * 2 * WIDTH, HIDDEN, False), weight(form, EXPERTS * HIDDEN, WIDTH, False)
-    for router in routers():
-        found = moe_quant_few.quant_gate_up_few(x, norm, 1e-6, torch.empty(1, 8, EXPERTS), router, weights[0])
+    for router in (*routers(), router_of_a_part()):
+        found = moe_quant_few.quant_gate_up_few(x, norm, 1e-6, torch.empty(1, 8, len(router)), router, weights[0])
         moe_quant_few.quant_down_few(x, found, weights[1])
         for kernel in (gate_up, down):
             assert kernel.found.metadata.shared <= SHARED_BYTES
@@ -106,13 +113,16 @@ def test_few_tokens(kernels, form):
 
 def test_routings_of_plain_experts(kernels, monkeypatch):
     gate_up, down = kernels(moe_few)
-    lists_kernel = CompiledKernel(moe_route._list_by_expert)
+    lists_kernel, sum_kernel = CompiledKernel(moe_route._list_by_expert), CompiledKernel(moe_many._combine)
     monkeypatch.setattr(moe_route, "_list_by_expert", lists_kernel)
+    monkeypatch.setattr(moe_many, "_combine", sum_kernel)
     x, norm = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
     both, last = (torch.empty(EXPERTS, *size, dtype=x.dtype) for size in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
-    for router in routers():
-        logits, counts = torch.empty(1, 8, EXPERTS), torch.empty(EXPERTS * COUNT_STRIDE, dtype=torch.int32)
+    for router in (*routers(), router_of_a_part()):
+        num_experts = len(router)
+        logits, counts = torch.empty(1, 8, num_experts), torch.empty(num_experts * COUNT_STRIDE, dtype=torch.int32)
         moe_few.down_few(x, moe_few.gate_up_few(x, norm, 1e-6, logits, router, both, WIDTH), last)
-        moe_route.list_by_expert(x, norm, 1e-6, logits, counts, router)
-        for kernel in (gate_up, down, lists_kernel):
+        found = moe_route.list_by_expert(x, norm, 1e-6, logits, counts, router)
+        moe_many.combine(x, x.new_empty(router.routing.top_k, HIDDEN), found)
+        for kernel in (gate_up, down, lists_kernel, sum_kernel):
             assert kernel.found.metadata.shared <= SHARED_BYTES

@@ -3,6 +3,8 @@ like interpreted.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton  # before any kernel, otherwise they are not defined
@@ -23,6 +25,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def nothing_is_zero():
+    """Fill new memory with NaN, so that a kernel cannot read what none has written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(("shape", "form"), CASES, ids=str)
 def test_few_tokens(shape, form):
     moe_cases.few_quantised(1, shape, form, CPU, torch.float32)
@@ -39,6 +49,13 @@ def test_routings(routing):
     moe_cases.few_quantised(1, shape, "fp8 blocks", CPU, torch.float32)
     if shape.expert_bias:
         moe_cases.many_quantised(9, shape, "fp8 channels", CPU, torch.float32)
+
+
+@pytest.mark.parametrize("form", ["fp8 channels", "fp8 blocks", "int4 groups of 32", "mxfp4"])
+def test_a_rank_computes_the_experts_that_it_holds(form, nothing_is_zero):
+    shape = replace(SMALL, renormalises=True, first=2, held=3, expert_bias=form == "mxfp4")
+    moe_cases.few_quantised(2, shape, form, CPU, torch.float32)
+    moe_cases.many_quantised(5, shape, form, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])

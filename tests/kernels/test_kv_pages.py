@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stoker.kernels.kv_pages import LARGEST_CODE, kv_read, kv_write, page_tokens
+from stoker.kernels.latent_pages import entries_read, entries_write, entry_tokens, entry_values
 
 TOKENS, DIM, HEADS = 16, 24, 3
 MOST_ERROR = {
@@ -63,6 +64,27 @@ def test_a_few_large_channels_stay_nearly_exact_in_float8():
     error = ((written - src).abs() / src.abs())[:, :, 5][largest]
     assert len(error) > 40
     assert error.max() < 2**-8 + 1e-6
+
+
+@pytest.mark.parametrize("kv_dtype", list(LARGEST_CODE))
+def test_a_large_rotated_key_takes_no_codes_from_the_latent(kv_dtype):
+    torch.manual_seed(0)
+    latent, rope = DIM, 6
+    pages = torch.zeros(4, entry_values(torch.empty(0, dtype=kv_dtype), latent, rope) * TOKENS, dtype=torch.uint8)
+    pages = pages.view(kv_dtype)
+    assert entry_tokens(pages, latent, rope) == TOKENS
+    entries = torch.randn(20, latent + rope)
+    entries[:, latent:] *= 1000
+    index = torch.randperm(4 * TOKENS)[:20]
+    index[0] = -1  # on another rank
+    written = entries_write(entries, pages, index, latent)
+    found = entries_read(pages, torch.arange(4), latent, rope, torch.float32).view(-1, latent + rope)
+    assert torch.equal(found[index[1:]], written[1:])
+    found[index[1:]] = 0
+    assert not found.any()
+    error, largest = (written - entries).abs(), entries[:, :latent].abs().amax(1, keepdim=True)
+    assert (error[:, :latent] <= largest * (MOST_ERROR[kv_dtype] + 2**-8)).all()
+    assert (error[:, latent:] <= entries[:, latent:].abs() * 2**-8).all()
 
 
 @pytest.mark.slow

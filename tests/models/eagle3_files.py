@@ -95,7 +95,7 @@ class Format:
     def kv_group(self) -> KvGroup:
         if self.latent is None:
             return KvGroup(1, KV_HEADS, HEAD_DIM)
-        return KvGroup(1, 1, self.latent.latent + self.latent.rope, "latent")
+        return KvGroup(1, 1, self.latent.latent + self.latent.rope, "latent", wide=self.latent.rope)
 
 
 def _midlayer(name: str) -> str:

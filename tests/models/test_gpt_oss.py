@@ -4,6 +4,7 @@ dequantised weights."""
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,16 @@ from tiny import make_tiny
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from stoker.base.config import EngineSettings, KvSettings
-from stoker.base.errors import ModelFilesError
+from stoker.base.config import EngineSettings, KvSettings, RankSettings
+from stoker.base.errors import ConfigError, ModelFilesError
 from stoker.engine.build import build_engine
+from stoker.engine.llm import LLM
 from stoker.kernels.quant import QuantWeight, dequantise_ref
 from stoker.layers import expert_storage
 from stoker.layers.expert_storage import FusedExperts, Mxfp4Experts
+from tests.parallel.rank_cases import ParityGrammars, answers, requests
+from tests.parallel.rank_cases import settings as rank_settings
+from tests.parallel.virtual_ranks import VirtualRanks
 
 SETTINGS = EngineSettings(device="cpu", num_threads=1, kv=KvSettings(8, 64))
 
@@ -31,9 +36,9 @@ def random_mxfp4(num_experts: int, outs: int, ins: int, spread: int) -> tuple[Te
     return blocks, scales
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
-    reference = make_tiny(tmp_path, "gpt-oss", hidden_size=96, intermediate_size=64, num_local_experts=3)
+def make_mxfp4(tmp_path: Path, **changes: int) -> torch.nn.Module:
+    """Write a model with experts in MXFP4, and return the reference."""
+    reference = make_tiny(tmp_path, "gpt-oss", hidden_size=96, **changes)
     tensors = load_file(tmp_path / "model.safetensors")
     torch.manual_seed(1)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -46,7 +51,33 @@ def folder(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
     not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": not_converted}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path, reference
+    return reference
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+    return tmp_path, make_mxfp4(tmp_path, intermediate_size=64, num_local_experts=3)
+
+
+@pytest.mark.parametrize("ranks", [RankSettings(2, 1, 1), RankSettings(4, 1, 2)], ids=str)
+def test_ranks_read_their_part_of_mxfp4_experts(tmp_path: Path, ranks: RankSettings) -> None:
+    make_mxfp4(tmp_path, intermediate_size=64, num_local_experts=4, num_attention_heads=8, num_key_value_heads=4)
+    asked = requests(1, 4)
+    with closing(LLM(tmp_path, rank_settings(), grammars=ParityGrammars())) as alone:
+        wanted = answers(alone, asked)
+    with closing(LLM(tmp_path, rank_settings(ranks), grammars=ParityGrammars(), ranks=VirtualRanks())) as llm:
+        found = answers(llm, asked)
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert [one.logprob for one in ours.logprobs] == pytest.approx(
+            [one.logprob for one in theirs.logprobs], abs=1e-10
+        )
+
+
+def test_blocks_of_mxfp4_are_not_divided(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, intermediate_size=64, num_local_experts=4, num_attention_heads=8, num_key_value_heads=4)
+    with pytest.raises(ConfigError, match=r"tp=4 ep=1: a rank would have 16 of the inner width .* use --ep 4"):
+        LLM(tmp_path, rank_settings(RankSettings(4)), ranks=VirtualRanks())
 
 
 def test_mxfp4_experts_give_the_logits_of_transformers(folder: tuple[Path, torch.nn.Module]) -> None:

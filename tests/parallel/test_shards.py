@@ -33,7 +33,9 @@ def example(name: str) -> ModelFamily:
 def taken(rule: Rule, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a mask of the values that a rule takes of its tensor."""
     mask = torch.zeros(shape, dtype=torch.int32)
-    part = mask if rule.cut is None else mask.narrow(rule.cut.axis, rule.cut.first, rule.cut.count)
+    part, cut = mask, rule.cut
+    for one in () if cut is None else (cut.rows, cut):
+        part = part if one is None else part.narrow(one.axis, one.first, one.count)
     part.fill_(1)
     return mask
 

@@ -57,9 +57,10 @@ def find_place(
         mesh = mesh_of(in_stage, shard, context)
     stages: Stages = ONE_STAGE
     if layout.pp > 1:
-        pipeline = make_group(f"pipeline {shard.tp_rank}", tuple(r for r in ranks if r % layout.tp == shard.tp_rank))
+        same_part = tuple(r for r in ranks if r % layout.tp == shard.tp_rank)
+        forth, back = (make_group(f"pipeline {shard.tp_rank} {way}", same_part) for way in ("forth", "back"))
         layers = [one.layers_of(family.shape.num_layers) for one in shards[:: layout.tp]]
-        stages = PipelineStage(pipeline, layers, family.shape.hidden_size, resolved.dtype, resolved.device)
+        stages = PipelineStage(forth, layers, family.shape.hidden_size, resolved.dtype, resolved.device, back)
 
     def agree_on(number: int) -> int:
         return min(int(one) for one in control.gather(torch.tensor([number])))

@@ -156,11 +156,14 @@ class RankKv:
 
 
 def _joined(results: Sequence[LoadResult]) -> LoadResult:
+    """Return what all ranks have. What the token after a prefix sees in the other KV sets differs from prefix to prefix, so it is
+    only there if all ranks have the same one."""
+    num_loaded = {result.num_loaded for result in results}
     return LoadResult(
         results[0].load_id,
-        min(result.num_loaded for result in results),
+        min(num_loaded),
         max(result.num_pulled for result in results),
-        all(result.local_loaded for result in results),
+        len(num_loaded) == 1 and all(result.local_loaded for result in results),
     )
 
 

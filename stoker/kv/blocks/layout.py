@@ -16,6 +16,7 @@ from stoker.kv.blocks.reach import EVERYTHING, KvReach
 
 # Bytes of the scale that each token and head has, by dtype. Other dtypes have no scales.
 _SCALE_BYTES = {"float8_e4m3fn": 2, "int8": 2}
+_WIDE_BYTES = 2  # of a wide value, in a dtype with scales
 # Segments that each layer has, by the kind of its group: K and V, or one for both.
 _SEGMENTS = {"full": 2, "window": 2, "chunk": 2, "latent": 1}
 KINDS = tuple(_SEGMENTS)
@@ -29,7 +30,8 @@ class KvGroup:
     `kind` says which tokens of a sequence the layers need, and what they hold of each. "full": K and V of all tokens.
     "window": K and V of the last `extent` tokens, the token itself included. "chunk": K and V of the tokens in the same
     chunk, which is position // extent. "latent": one segment for all tokens, MLA's compressed KV; it has one head, which
-    every rank holds. A stage of a pipeline holds the `held` layers of the group, counted within the group.
+    every rank holds. A stage of a pipeline holds the `held` layers of the group, counted within the group. With a dtype
+    that has scales, the last `wide` values of a token keep 16 bits.
     """
 
     num_layers: int
@@ -38,10 +40,12 @@ class KvGroup:
     kind: str = "full"
     extent: int = 0  # tokens of a window or a chunk, else 0
     held: range | None = None  # None: all layers
+    wide: int = 0
 
     def __post_init__(self) -> None:
         assert self.kind in _SEGMENTS, self.kind
         assert (self.extent > 0) == (self.kind in LOCAL_KINDS), f"{self.kind} with extent {self.extent}"
+        assert 0 <= self.wide < self.width, f"{self.wide} of {self.width} values"
         assert self.held is None or 0 <= self.held.start < self.held.stop <= self.num_layers, f"{self.held} of {self}"
 
     @property
@@ -64,8 +68,8 @@ class KvGroup:
 class GroupLayout:
     """Where a rank's part of a group is in a block: `[layers][segments][heads]` pages from byte `offset` on.
 
-    A page holds one head of one segment: `[block_tokens][width]`, and with a dtype that has scales, those of its tokens
-    after them.
+    A page holds one head of one segment: `[block_tokens][width]`. With a dtype that has scales, the wide values of all
+    tokens follow the others, and then come the scales.
     """
 
     group: KvGroup
@@ -164,7 +168,13 @@ class KvLayout:
 
     def page_bytes(self, group: KvGroup) -> int:
         """Return the bytes of one head in one segment. They are contiguous whatever heads a rank holds."""
-        return self.page_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+        return self.page_tokens * sum(self.token_bytes(group))
+
+    def token_bytes(self, group: KvGroup) -> tuple[int, ...]:
+        """Return the bytes of one token in each array of a page: its values, or values, wide values and scales."""
+        if not self.scale_bytes:
+            return (group.width * self.dtype_bytes,)
+        return (group.width - group.wide) * self.dtype_bytes, group.wide * _WIDE_BYTES, self.scale_bytes
 
     @property
     def page_tokens(self) -> int:
@@ -231,7 +241,8 @@ class KvLayout:
         for group in self.groups:
             heads = num_heads * (group.num_heads // self.model_heads)
             sizes = (group.num_layers, group.num_segments, heads, self.block_tokens, group.width)
-            kind = "" if group.kind == "full" else f"{group.kind}{group.extent or ''}-"
+            number = group.extent or (group.wide if self.scale_bytes else 0)
+            kind = "" if group.kind == "full" else f"{group.kind}{number or ''}-"
             shapes.append(kind + "x".join(map(str, sizes)))
         return f"kv1:{self.dtype}:{'+'.join(shapes)}"
 
@@ -322,8 +333,8 @@ def block_slice(layout: KvLayout, part: BlockPart) -> BlockSlice:
 
 
 def _token_runs(layout: KvLayout, part: BlockPart, tokens: range) -> Iterator[ByteRuns]:
-    """Yield the runs of some tokens of a block: for each group and head the values of all layers, then the scales. This
-    order does not depend on how many tokens of a block the rank holds."""
+    """Yield the runs of some tokens of a block: for each group and head the values of all layers, then the wide values, then
+    the scales. This order does not depend on how many tokens of a block the rank holds."""
     skipped = tokens.start - layout.tokens.start
     for place, layers in zip(layout.places, part.layers, strict=True):
         if not layers:
@@ -331,13 +342,12 @@ def _token_runs(layout: KvLayout, part: BlockPart, tokens: range) -> Iterator[By
         each = place.num_heads // layout.num_heads
         stride, count = place.num_heads * place.page_bytes, len(layers) * place.group.num_segments
         first = place.offset + (layers.start - place.group.layers.start) * place.group.num_segments * stride
-        value_bytes = place.group.width * layout.dtype_bytes
+        arrays = layout.token_bytes(place.group)
         for head in range((part.first_head - layout.first_head) * each, (part.end_head - layout.first_head) * each):
             page = first + head * place.page_bytes
-            if len(tokens) * value_bytes == stride:  # the tokens are whole pages, and the pages are contiguous
+            if len(tokens) * arrays[0] == stride:  # the tokens are whole pages, and the pages are contiguous
                 yield ByteRuns(page, count * stride, count * stride, 1)
                 continue
-            yield ByteRuns(page + skipped * value_bytes, stride, len(tokens) * value_bytes, count)
-            if layout.scale_bytes:
-                scales = page + layout.page_tokens * value_bytes + skipped * layout.scale_bytes
-                yield ByteRuns(scales, stride, len(tokens) * layout.scale_bytes, count)
+            for num_bytes in filter(None, arrays):
+                yield ByteRuns(page + skipped * num_bytes, stride, len(tokens) * num_bytes, count)
+                page += layout.page_tokens * num_bytes

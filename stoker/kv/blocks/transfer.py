@@ -95,7 +95,8 @@ class KvLoad:
 
     The first `num_stored` blocks are worth reading from a tier. With a ticket, all of them can be pulled from its
     worker. Only that worker has the last block if it is partly filled. `local` are the blocks of the other sets that the
-    token after the load sees. Without all of these, a load brings nothing.
+    token after the load sees. A load that does not bring all of this may bring a shorter prefix: its blocks of the first
+    set, and in the first of the `local` blocks those that the token after the shorter prefix sees.
     """
 
     load_id: int
@@ -110,7 +111,7 @@ class KvLoad:
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """The first `num_loaded` blocks hold the KV of their keys. `num_pulled` of them came from the ticket's worker.
-    `local_loaded`: all blocks of the load's other KV sets arrived too."""
+    `local_loaded`: what the token after them sees in the load's other KV sets arrived too."""
 
     load_id: int
     num_loaded: int

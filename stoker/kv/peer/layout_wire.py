@@ -32,6 +32,7 @@ def describe_layout(layout: KvLayout) -> dict[str, Any]:
     groups = [
         {"kind": group.kind, "num_layers": group.num_layers, "num_heads": group.num_heads, "width": group.width}
         | ({"extent": group.extent} if group.extent else {})
+        | ({"wide": group.wide} if group.wide else {})
         | ({"held": [group.held.start, group.held.stop]} if group.held is not None else {})
         for group in layout.groups
     ]
@@ -85,6 +86,7 @@ def _groups(entries: Any) -> tuple[KvGroup, ...]:
             entry["kind"],
             _size(entry, "extent") if entry["kind"] in LOCAL_KINDS else 0,
             _held(entry),
+            _wide(entry),
         )
         for entry in entries
     )
@@ -112,6 +114,14 @@ def _held(entry: dict[str, Any]) -> range | None:
     if type(num_layers) is not int or not 0 <= held[0] < held[1] <= num_layers:
         raise BadFrame(f"a layout with a group that holds the layers {held} of {num_layers}")
     return range(*held)
+
+
+def _wide(entry: dict[str, Any]) -> int:
+    """Return how many values of a token are wide."""
+    wide = _size(entry, "wide", least=0, default=0)
+    if wide >= _size(entry, "width"):
+        raise BadFrame(f"a layout with a group that has {wide} wide values of {entry['width']}")
+    return wide
 
 
 def _size(fields: dict[str, Any], name: str, least: int = 1, default: int | None = None) -> int:

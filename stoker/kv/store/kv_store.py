@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import ParamSpec
 
@@ -18,7 +19,7 @@ from stoker.base import log as logs
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.keys import block_keys, root_key, salt_hash
 from stoker.kv.blocks.reach import visible_prefix
-from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock
+from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, LocalLoad, OfferedBlock
 from stoker.kv.store.block_io import Mark
 from stoker.kv.store.loader import Peers
 from stoker.kv.store.measured_tier import MeasuredTier
@@ -33,6 +34,7 @@ _UNKNOWN_COMPUTE_S = 0.1  # assumed time to compute a block until the first pref
 _CLOSE_S = 2.0
 _EVENT_BLOCKS = 256
 _CATCH_UP_S = 1.0  # how late removals by other processes may be noticed and reported
+_SHORTER_TRIES = 3  # prefixes that are tried after a load that failed in part
 _MAX_HINTS = 256  # hints that may wait; a late hint is useless
 
 log = logs.EventLog("kv")
@@ -229,7 +231,7 @@ class KvStore:
             self._context.wake()
 
     def _fill(self, wanted: KvLoad) -> LoadResult:
-        """Fill the blocks of a load. Those of the other KV sets are useless if one of the first set is missing."""
+        """Fill the blocks of a load, or of a shorter prefix if some are missing."""
         first = self.sets[0].loader.load(wanted, wanted.ticket)
         num_pulled, local_loaded = first.num_pulled, first.complete
         for part in wanted.local:
@@ -237,7 +239,52 @@ class KvStore:
                 loaded = self.sets[part.kv_set].loader.load(part, wanted.ticket)
                 local_loaded = loaded.complete
                 num_pulled += 0 if wanted.keys else loaded.num_pulled
-        return LoadResult(wanted.load_id, first.num_loaded, num_pulled, local_loaded)
+        if local_loaded or not wanted.local:
+            return LoadResult(wanted.load_id, first.num_loaded, num_pulled, local_loaded)
+        count = self._fill_shorter(wanted, first.num_loaded)
+        return LoadResult(wanted.load_id, count, min(num_pulled, count), count > 0)
+
+    def _fill_shorter(self, wanted: KvLoad, num_loaded: int) -> int:
+        """Return how many of the leading `num_loaded` blocks of the first KV set can be used: the other sets now hold what
+        the token after them sees."""
+        count = min(num_loaded, len(wanted.keys) - 1)
+        for _ in range(_SHORTER_TRIES):
+            count = self._shorter_prefix(wanted, count)
+            if count <= 0 or all(
+                self.sets[part.kv_set].loader.load(part, None).complete for part in self._local_parts(wanted, count)
+            ):
+                return max(count, 0)
+        return 0
+
+    def _shorter_prefix(self, wanted: KvLoad, count: int) -> int:
+        """Return the longest prefix of at most `count` blocks of a load for which tiers hold what the token after it sees,
+        and for which the load has blocks."""
+        size, first = self._context.block_tokens, wanted.first
+        sets = []
+        for part in wanted.local:
+            one = self.sets[part.kv_set]
+            sets.append((one.reach, partial(_is_there, first, one.held(wanted.keys[: max(0, count)]))))
+        count += first
+        while count > first:
+            count = visible_prefix(count, size, sets)
+            longest = count
+            for part in self._local_parts(wanted, count - first):
+                if (too_many := len(part.keys) - len(part.blocks)) > 0:
+                    longest = min(longest, count - too_many)
+            if longest == count:
+                break
+            count = longest
+        return count - first
+
+    def _local_parts(self, wanted: KvLoad, count: int) -> list[LocalLoad]:
+        """Return what the token after the leading `count` blocks of a load sees in the other KV sets, as far as the sequence
+        does not have it."""
+        size, parts = self._context.block_tokens, []
+        for part in wanted.local:
+            start = self.sets[part.kv_set].reach.first_block((wanted.first + count) * size, size) - wanted.first
+            keys = wanted.keys[max(0, start) : count]
+            parts.append(LocalLoad(part.kv_set, 0, keys, part.blocks[: len(keys)]))
+        return parts
 
     def _pull_ahead(self, ticket: KvTicket) -> None:
         for one in self.sets:
@@ -315,6 +362,11 @@ class KvStore:
             )
             for i, key in enumerate(parents[1:])
         ]
+
+
+def _is_there(first: int, held: Sequence[bool], number: int) -> bool:
+    """Return True if the sequence has the block of this number, or a tier does. `held` starts at block `first`."""
+    return number < first or held[number - first]
 
 
 def _ignore(tier: MeasuredTier, names: Sequence[BlockName]) -> None:

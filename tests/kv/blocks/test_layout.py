@@ -59,21 +59,19 @@ def context_ranks(layout: KvLayout, cp: int, pp: int) -> list[KvLayout]:
     return [replace(rank(layout, stage, 1, pp), part=part, num_parts=cp) for stage in range(pp) for part in range(cp)]
 
 
-def latent_bytes(layout: KvLayout, whole: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> bytes:
-    """The block of a rank: the values and then the scales of its tokens, layer by layer."""
+def latent_bytes(layout: KvLayout, arrays: list[np.ndarray[Any, Any]]) -> bytes:
+    """The block of a rank: the values, the wide values and the scales of its tokens, layer by layer."""
     (group,), own = layout.groups, layout.tokens
-    return b"".join(
-        whole[layer, own.start : own.stop].tobytes() + scales[layer, own.start : own.stop].tobytes()
-        for layer in group.layers
-    )
+    return b"".join(array[layer, own.start : own.stop].tobytes() for layer in group.layers for array in arrays)
 
 
-@pytest.mark.parametrize(("dtype", "dtype_bytes"), [("float32", 4), ("int8", 1)])
-def test_ranks_that_split_the_context_make_up_each_other(dtype: str, dtype_bytes: int) -> None:
-    layout = replace(LATENT, dtype=dtype, dtype_bytes=dtype_bytes)
+@pytest.mark.parametrize(("dtype", "dtype_bytes", "wide"), [("float32", 4, 2), ("int8", 1, 0), ("int8", 1, 2)])
+def test_ranks_that_split_the_context_make_up_each_other(dtype: str, dtype_bytes: int, wide: int) -> None:
+    group = replace(LATENT.groups[0], wide=wide)
+    layout = replace(LATENT, groups=(group,), dtype=dtype, dtype_bytes=dtype_bytes)
     rng = np.random.default_rng(1)
-    whole = rng.integers(0, 256, (5, 16, 6 * dtype_bytes), np.uint8)
-    scales = rng.integers(0, 256, (5, 16, layout.scale_bytes), np.uint8)
+    sizes = (24,) if dtype == "float32" else (6 - wide, 2 * wide, 2)
+    whole = [rng.integers(0, 256, (5, 16, size), np.uint8) for size in sizes]
     for (src_cp, src_pp), (dst_cp, dst_pp) in product(CONTEXT_SPLITS, repeat=2):
         theirs = context_ranks(layout, src_cp, src_pp)
         for dst in context_ranks(layout, dst_cp, dst_pp):
@@ -83,9 +81,9 @@ def test_ranks_that_split_the_context_make_up_each_other(dtype: str, dtype_bytes
             for number, part in parts:
                 there = block_slice(theirs[number], part)
                 data = np.zeros(there.total_bytes, np.uint8)
-                gather(np.frombuffer(latent_bytes(theirs[number], whole, scales), np.uint8), there, data)
+                gather(np.frombuffer(latent_bytes(theirs[number], whole), np.uint8), there, data)
                 scatter(data, block_slice(dst, part), block)
-            assert block.tobytes() == latent_bytes(dst, whole, scales), (src_cp, src_pp, dst_cp, dst_pp)
+            assert block.tobytes() == latent_bytes(dst, whole), (src_cp, src_pp, dst_cp, dst_pp)
             assert sum(block_slice(dst, part).total_bytes for _, part in parts) == dst.used_bytes, "once"
 
 
@@ -160,6 +158,15 @@ def test_identity_is_of_the_model_and_fingerprint_of_the_rank() -> None:
     assert MLA.block_bytes == 3 * 2 * 16 * 72 * 4
     assert TWO_GROUPS.identity == "kv1:float32:2x2x4x16x10+1x2x8x16x6"
     assert rank(TWO_GROUPS, 3, 4).fingerprint == "kv1:float32:2x2x1x16x10+1x2x2x16x6@3/4"
+
+
+def test_wide_values_are_a_part_of_the_identity_only_where_they_change_the_bytes() -> None:
+    wide = replace(LATENT, groups=(replace(LATENT.groups[0], wide=2),))
+    assert wide.identity == LATENT.identity == "kv1:float32:latent-5x1x1x16x6"
+    assert wide.block_bytes == LATENT.block_bytes
+    narrow, before = (replace(layout, dtype="int8", dtype_bytes=1) for layout in (wide, LATENT))
+    assert narrow.identity == "kv1:int8:latent2-5x1x1x16x6" != before.identity
+    assert narrow.block_bytes == 5 * 16 * (4 + 2 * 2 + 2)
 
 
 def test_groups_that_no_rank_could_share_are_refused() -> None:

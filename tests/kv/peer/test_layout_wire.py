@@ -17,12 +17,13 @@ FIRST_RELEASE = {
     "first_head": 0, "all_heads": None,
 }  # fmt: skip
 
+WIDE = KvLayout((KvGroup(3, 1, 8, "latent", wide=2),), 16, "int8", 1, part=1, num_parts=2)
 HALF = KvLayout((KvGroup(3, 1, 8, "latent"),), 16, "float32", 4, part=1, num_parts=2)
 FULL = {"kind": "full", "num_layers": 3, "num_heads": 4, "width": 8}
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUT, rank(LAYOUT, 1, 2), rank(LAYOUT, 3, 2, 3), TWO_GROUPS, rank(TWO_GROUPS, 3, 4), HALF]
+    "layout", [LAYOUT, rank(LAYOUT, 1, 2), rank(LAYOUT, 3, 2, 3), TWO_GROUPS, rank(TWO_GROUPS, 3, 4), HALF, WIDE]
 )
 def test_a_layout_is_read_as_it_was_described(layout: KvLayout) -> None:
     found = read_layout(describe_layout(layout))
@@ -48,6 +49,8 @@ def test_one_group_has_the_fields_of_the_first_release() -> None:
         ({"first_head": 3, "all_heads": 4, "num_heads": 2}, "heads 3 to 5 of 4"),
         ({"groups": []}, "groups"),
         ({"groups": [{"kind": "state"}]}, "'state'"),
+        ({"groups": [FULL | {"wide": 8}]}, "8 wide values of 8"),
+        ({"groups": [FULL | {"wide": -1}]}, "wide"),
         ({"groups": [FULL | {"held": [1, 1]}]}, r"layers \[1, 1\] of 3"),
         ({"groups": [FULL | {"held": [0, 4]}]}, r"layers \[0, 4\] of 3"),
         ({"groups": [FULL | {"held": "all"}]}, "held layers are 'all'"),
