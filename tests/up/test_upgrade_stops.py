@@ -54,9 +54,9 @@ class Worker(BaseHTTPRequestHandler):
 
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Worker).serve_forever()
 """
-# What an operator's --restart does: ends the old process, and starts the version that is installed now.
+# What an operator's --restart does: ends the old process, starts the version that is installed now, and waits until it listens.
 _RESTART = """
-import os, signal, subprocess, sys, time
+import os, signal, socket, subprocess, sys, time
 folder, port = sys.argv[1:]
 pid = int(open(f"{folder}/{port}.pid").read())
 os.kill(pid, signal.SIGKILL)
@@ -64,6 +64,12 @@ version = open(f"{folder}/installed").read()
 quiet = subprocess.DEVNULL  # the pipes of `stoker upgrade` must not stay open
 new = subprocess.Popen([sys.executable, f"{folder}/worker.py", port, version], start_new_session=True, stdout=quiet, stderr=quiet)
 open(f"{folder}/{port}.pid", "w").write(str(new.pid))
+for _ in range(600):
+    try:
+        socket.create_connection(("127.0.0.1", int(port))).close()
+        break
+    except OSError:
+        time.sleep(0.05)
 open(f"{folder}/restarted", "a").write(port + "\\n")
 """
 
