@@ -8,10 +8,11 @@ Only for `doctor_cost`, which measures what the doctor costs. The arguments are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
-import stoker.gateway.build as build
+import stoker.gateway.build_worker_side as build_worker_side
 from stoker.cli.main import main
 from stoker.fleet.lost_blocks import NoLosses
 from stoker.gateway.path.app import Gateway
@@ -26,6 +27,12 @@ def no_misses(gateway: Gateway, exchange: Exchange) -> str:
     return ""
 
 
+@contextmanager
+def without_reasons() -> Iterator[None]:
+    with patch.object(build_worker_side, "LostBlocks", no_losses), patch.object(Gateway, "_misses", no_misses):
+        yield
+
+
 if __name__ == "__main__":
-    with patch.object(build, "LostBlocks", no_losses), patch.object(Gateway, "_misses", no_misses):
+    with without_reasons():
         sys.exit(main())

@@ -5,6 +5,10 @@ The pools are the workers that prefill and those that decode. The load of a pool
 budget allows. Before that, a pool with a much higher load than the other one gets a worker of it. A pool that would stay below
 `low` without one of its workers gives it up.
 
+The load of decode is that to be expected, because it follows the traffic late (`forecast.py`). A decode pool above `high` also gets
+a worker that prefill does not have to spare, if the higher load of the two becomes clearly lower. The opposite does not hold:
+decode workers compute prompts too when prefill is busy, but nothing helps decode.
+
 What keeps it calm: several decisions in a row must agree, there is a pause after each change and a longer one before the opposite
 change, and measurements of new workers do not count. A worker that was asked for is counted until it joins or its time is over;
 then the pause before the next request for one doubles. Each decision changes at most one worker.
@@ -20,12 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoker.autoscale.decision import KEEP, Action, Decision, Flip, Keep, Start, Stop
+from stoker.autoscale.forecast import DecodeForecast
 from stoker.autoscale.sample import FleetSample, PoolLoad, WorkerSample, decode_load, prefill_load
 from stoker.autoscale.settings import AutoscaleSettings
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
 
 _IMBALANCE = 3.0  # a pool with this many times the load of the other one gets a worker before it misses its goal
+_BALANCE = 0.9  # a worker moves to a pool above its goal if the higher load of both becomes this much lower
 _LONGEST_PAUSE_S = 3600.0  # between two requests for a worker that nothing can place
 
 
@@ -51,11 +57,13 @@ class Autoscaler:
         self._num_unmet = 0
         self._start_after_s = -math.inf
         self._stopping: set[WorkerId] = set()
+        self._forecast = DecodeForecast(settings.reverse_s, settings.high)
 
     def decide(self, sample: FleetSample, now: float) -> Decision:
         """Return what to do now. The time must not go back."""
         self._follow(sample.workers, now)
-        prefill, decode = prefill_load(sample, self._settings), decode_load(sample, self._settings)
+        prefill = prefill_load(sample, self._settings)
+        decode = self._forecast.expected(decode_load(sample, self._settings), now)
         numbers = self._numbers(sample, prefill, decode)
         more, reason = self._further_flip(sample, prefill, decode, now)
         if isinstance(more, Flip):
@@ -179,11 +187,18 @@ class Autoscaler:
         # Donors are counted with the unified workers of their pool, which do the same work.
         if not donors or other.num_workers <= least or other.num_cold:
             return KEEP, f"{name} needs a worker, and {donor_role.value} has none to give"
-        if other.without(1) >= (settings.low + settings.high) / 2:
+        has_room = other.without(1) < (settings.low + settings.high) / 2
+        if not has_room and not self._balances(pool, role, other):
             return KEEP, f"{name} needs a worker, and {donor_role.value} needs its own"
         if self._reverses(role, now):
             return KEEP, f"{name} needs a worker, but the last change went the other way less than reverse_s ago"
         return Flip(_idlest(donors).worker_id, role), f"{name} needs a worker, and {donor_role.value} has room"
+
+    def _balances(self, pool: PoolLoad, role: Role, other: PoolLoad) -> bool:
+        """Return True if a prefill worker that turns to decode lowers the higher load of the two."""
+        if role is not Role.DECODE or pool.load <= self._settings.high:
+            return False
+        return max(pool.with_more(1), other.without(1)) < _BALANCE * pool.load
 
     def _shrink(
         self, sample: FleetSample, prefill: PoolLoad, decode: PoolLoad, now: float, loads: str

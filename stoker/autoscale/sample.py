@@ -48,6 +48,10 @@ class PoolLoad:
     num_cold: int  # of them; their measurements do not count
     load: float
 
+    def with_more(self, num_workers: int) -> float:
+        """Return the load if the pool had this many workers more."""
+        return self.load * self.num_workers / max(1, self.num_workers + num_workers)
+
     def without(self, num_workers: int) -> float:
         """Return the load if the pool had this many workers less."""
         left = self.num_workers - num_workers

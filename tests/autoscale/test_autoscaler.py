@@ -312,6 +312,30 @@ def test_no_oscillation_under_bursts(seed: int) -> None:
         assert before.role is now.role or now_s - before_s >= FIXED.reverse_s
 
 
+def test_a_decode_pool_that_still_grows_keeps_its_workers() -> None:
+    """The running sequences will need all four workers. Prefill misses its goal meanwhile, and must not get one of them."""
+    model = fleet(4, 4, settings=FIXED)
+    for running in range(16, 160, 4):
+        model.run(1, tokens_per_s=20_000 if running < 80 else 36_000, running=running)
+    assert model.actions == []
+    model.run(int(FIXED.reverse_s), tokens_per_s=36_000, running=40)
+    assert [action.role for _, action in model.actions if isinstance(action, Flip)] == [Role.PREFILL]
+
+
+def test_prefill_gives_a_worker_to_a_decode_pool_in_overload() -> None:
+    """Neither pool has room, and decode is far above its goal: a worker moves while the higher load of the two falls."""
+    model = fleet(4, 4, settings=FIXED)
+    model.run(200, tokens_per_s=32_000, running=600)
+    assert (model.count(Role.PREFILL), model.count(Role.DECODE)) == (2, 6)
+
+
+def test_an_overloaded_decode_pool_leaves_prefill_what_it_needs_as_much() -> None:
+    """Decode is a little above its goal. Without a worker, prefill would be above its own as far."""
+    model = fleet(4, 4, settings=FIXED)
+    model.run(200, tokens_per_s=32_000, running=220)
+    assert model.actions == []
+
+
 def test_no_workers_is_no_error() -> None:
     decision = Autoscaler(SETTINGS).decide(FleetSample(workers=[], waiting_tokens=1e6), 0.0)
     assert isinstance(decision.action, Keep)
