@@ -32,6 +32,7 @@ from stoker.gateway.doctor.miss_totals import MissTotals
 from stoker.gateway.gateway_server import GatewayServer
 from stoker.gateway.gauges import add_flex_gauges, add_gauges, add_store_gauges, add_task_counters
 from stoker.gateway.http import Server, ServerLimits
+from stoker.gateway.joined_answers import admin_joins
 from stoker.gateway.listen_settings import ListenSettings
 from stoker.gateway.path.app import Gateway
 from stoker.gateway.path.call import requested_model
@@ -81,8 +82,13 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tracing = make_tracing(config.tracing)
     capacity = build_capacity_parts(config, workers, durable, state, metrics, clock, errors)
     admission, flex = capacity.admission, capacity.flex
+    group = ProcessGroup(
+        config.process,
+        config.process_ports,
+        [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
+    )
     insight = build_insight_parts(
-        config, workers, admission, durable.prices, state, metrics, aliases, admin_token, clock, errors
+        config, workers, admission, durable.prices, state, metrics, aliases, admin_token, group, clock, errors
     )
     misses = MissTotals(durable.prices, config.meter.currency, time.time())
     view = AdminView(
@@ -96,11 +102,6 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         clock,
         partial(_status, config, durable, state, admission, clock, clock()),
         misses.report,
-    )
-    group = ProcessGroup(
-        config.process,
-        config.process_ports,
-        [None if fleet_key is None else RequestSigner(fleet_key) for _ in config.process_ports],
     )
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
@@ -119,7 +120,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             twin=make_twin(config.twin, fleet, metrics, clock),
             tracing=tracing,
             state=state,
-            admin=GroupEndpoint(AdminEndpoint(admin_token, view, durable.threads), group),
+            admin=GroupEndpoint(AdminEndpoint(admin_token, view, durable.threads), group, admin_joins()),
             metrics_page=GroupMetrics(
                 MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=lambda: not keys.required), group
             ),
@@ -143,7 +144,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             misses=misses,
             objects=durable.objects,
             insight=insight.book,
-            insight_pages=GroupEndpoint(insight.pages, group),
+            insight_pages=insight.pages,
             live=insight.live,
             pages=StaticPages(),
             hidden_tokens=config.meter.hidden_tokens,

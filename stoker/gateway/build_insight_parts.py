@@ -10,6 +10,7 @@ from stoker.base.long_task import TaskErrors
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.admission.prices import PriceList
+from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.build_worker_side import WorkerSide
 from stoker.gateway.config import GatewayConfig
 from stoker.gateway.insight.canary_watch import CanaryShare, CanaryWatch
@@ -19,9 +20,12 @@ from stoker.gateway.insight.insight_endpoint import InsightEndpoint
 from stoker.gateway.insight.kv_pages import KvPages
 from stoker.gateway.insight.latency_goals import LatencyGoals
 from stoker.gateway.insight.live_stream import LiveStream
+from stoker.gateway.joined_answers import insight_joins
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.model_aliases import ModelAliases
+from stoker.gateway.processes import GroupEndpoint, ProcessGroup, RedirectedRequest
 from stoker.gateway.records.metrics import GatewayMetrics
+from stoker.proto.admin_api import ADMIN_NOW_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class InsightParts:
     """The components of the dashboard."""
 
     book: InsightBook
-    pages: InsightEndpoint
+    pages: GroupEndpoint
     live: LiveStream
 
 
@@ -42,6 +46,7 @@ def build_insight_parts(
     metrics: GatewayMetrics,
     aliases: ModelAliases,
     admin_token: AdminToken,
+    group: ProcessGroup,
     clock: Callable[[], float],
     errors: TaskErrors,
 ) -> InsightParts:
@@ -70,4 +75,13 @@ def build_insight_parts(
         process=config.process,
     )
     kv_pages = KvPages(fleet, book.reuse, workers.watchers.metrics_page, clock)
-    return InsightParts(book, InsightEndpoint(admin_token, book, kv_pages), LiveStream(admin_token, book, errors))
+    pages = GroupEndpoint(
+        InsightEndpoint(admin_token, book, kv_pages), group, insight_joins(book.show_now, book.show_series)
+    )
+    return InsightParts(book, pages, LiveStream(admin_token, book, partial(_read_now, pages), errors))
+
+
+async def _read_now(pages: GroupEndpoint, viewer: EndpointRequest) -> bytes | None:
+    """Return the state of all processes of the gateway, or None if the viewer's token is not valid any more."""
+    reply = await pages.answer(RedirectedRequest(viewer, ADMIN_NOW_PATH.encode()))
+    return reply.body if reply.status == 200 else None

@@ -1,22 +1,23 @@
 """The processes of one gateway (`--processes N`): they share the port, and each has an address of its own on this machine.
 
 A client's connection goes to any process, so an operator's request does too. Changes (`/admin/*` and registrations of workers) are
-passed on to the other processes. `/metrics` joins the pages of all processes, with a label. A GET of `/admin/*` is answered by the
-process that got it, or by the one that `?process=N` names.
+passed on to the other processes. `/metrics` joins the pages of all processes, with a label. So are the answers of `/admin/*` that a
+`Join` exists for. `?process=N` asks one process. Any other GET is answered by the process that got it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import parse_qsl
 
-from stoker.base.errors import InvalidRequest
+from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.log import EventLog
 from stoker.gateway.api.endpoint import Endpoint, EndpointRequest
-from stoker.gateway.api.reply import Reply
+from stoker.gateway.api.reply import Reply, json_reply
 from stoker.gateway.http import ClientLimits, ConnectionPool, NoSocketLeft, Origin, ResponseLost, Unreachable
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, RequestSigner
 
@@ -26,6 +27,7 @@ PROCESS_HEADER = (
 _ANSWERED_BY = b"x-gateway-process"
 _CREDENTIALS = (b"authorization", b"x-admin-token")
 _TIMEOUT_S = 5.0
+_JOIN_S = 2.0  # how long a joined answer waits for a process
 _MAX_PAGE_BYTES = 64 << 20
 _SAMPLE = re.compile(rb"^([A-Za-z_:][A-Za-z0-9_:]*)(\{(.*)\})? (.*)$")
 
@@ -82,17 +84,58 @@ class ProcessGroup:
             return None
         return Reply(answer.status, list(answer.headers), body)
 
+    async def ask_others(self, request: EndpointRequest, path: bytes, deadline_s: float) -> dict[int, Reply]:
+        """Send a request to all other processes at once. Return the replies of those that answer in time."""
+
+        async def ask(other: int) -> Reply | None:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    return await self.ask(other, request, path)
+            except TimeoutError:
+                log.warning("process_not_reached", process=other, reason=f"no answer within {deadline_s:g} s")
+                return None
+
+        replies = await asyncio.gather(*map(ask, self.others))
+        return {other: reply for other, reply in zip(self.others, replies, strict=True) if reply is not None}
+
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
 
 
-class GroupEndpoint:
-    """An endpoint whose changes reach every process, and whose reads can name one."""
+@dataclass(frozen=True, slots=True)
+class Join:
+    """How the answers of all processes become one."""
 
-    def __init__(self, inner: Endpoint, group: ProcessGroup) -> None:
+    # Takes the bodies, the asked process's first, with the query and the numbers of the processes that do not answer.
+    join: Callable[[Sequence[bytes], Mapping[str, str], list[int]], Any]
+    query: bytes = b""  # is added to the query of the processes
+
+
+@dataclass(frozen=True, slots=True)
+class RedirectedRequest:
+    """A GET with the rights of another request."""
+
+    request: EndpointRequest
+    path: bytes
+    query: bytes = b""
+    body: bytes = b""
+
+    @property
+    def method(self) -> bytes:
+        return b"GET"
+
+    def header(self, name: bytes) -> bytes | None:
+        return self.request.header(name)
+
+
+class GroupEndpoint:
+    """An endpoint whose changes reach every process. Reads are joined where there is a join, and can name one process."""
+
+    def __init__(self, inner: Endpoint, group: ProcessGroup, joins: Mapping[bytes, Join] | None = None) -> None:
         self._inner = inner
         self._group = group
+        self._joins = joins or {}
 
     async def answer(self, request: EndpointRequest) -> Reply:
         group = self._group
@@ -108,7 +151,10 @@ class GroupEndpoint:
 
     async def _read(self, request: EndpointRequest) -> Reply:
         group = self._group
-        named = dict(parse_qsl(request.query.decode("latin-1"))).get("process", str(group.number))
+        query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
+        if "process" not in query and (join := self._joins.get(request.path)) is not None:
+            return await self._read_all(request, query, join)
+        named = query.get("process", str(group.number))
         if not (len(named) <= 4 and named.isdecimal() and int(named) < group.count):
             raise InvalidRequest(
                 f"process={named[:40]!r}: it must be a number from 0 to {group.count - 1}.", param="process"
@@ -125,6 +171,25 @@ class GroupEndpoint:
             reply = Reply(reply.status, kept, reply.body)
         return replace(reply, headers=[*reply.headers, (_ANSWERED_BY, b"%d" % number)])
 
+    async def _read_all(self, request: EndpointRequest, query: Mapping[str, str], join: Join) -> Reply:
+        """Ask all processes at once. One that refuses knows nothing of what is asked, so that its answer is left out."""
+        group = self._group
+        asked = RedirectedRequest(request, request.path, b"&".join(filter(None, (request.query, join.query))))
+        path = request.path + (b"?" + asked.query if asked.query else b"")
+        others = asyncio.create_task(group.ask_others(asked, path, _JOIN_S))
+        try:
+            own: Reply | StokerError = await self._inner.answer(asked)
+        except StokerError as error:
+            own = error
+        replies = await others
+        bodies = [reply.body for reply in (own, *replies.values()) if isinstance(reply, Reply) and reply.status == 200]
+        if not bodies:
+            if isinstance(own, StokerError):
+                raise own
+            return own
+        joined = json_reply(join.join(bodies, query, [other for other in group.others if other not in replies]))
+        return replace(joined, headers=[*joined.headers, (_ANSWERED_BY, b"%d" % group.number)])
+
 
 class GroupMetrics:
     """`/metrics` of all processes in one page. Every sample has the label `process`."""
@@ -138,13 +203,9 @@ class GroupMetrics:
         group = self._group
         if not group.others or request.header(PROCESS_HEADER) is not None or reply.status != 200:
             return reply
-        found = await asyncio.gather(*(group.ask(other, request, request.path) for other in group.others))
+        found = await group.ask_others(request, request.path, _TIMEOUT_S)
         pages = {group.number: reply.body}
-        pages |= {
-            other: page.body
-            for other, page in zip(group.others, found, strict=True)
-            if page is not None and page.status == 200
-        }
+        pages |= {other: page.body for other, page in found.items() if page.status == 200}
         return replace(reply, body=joined_metrics(pages))
 
 

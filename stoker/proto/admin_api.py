@@ -34,6 +34,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None  # the file or URL of the store
     store_trouble: str | None = None  # why the store does not work, if it does not
     ledger_pending_rows: int = 0
+    silent: list[int] = []  # the processes that do not answer; the numbers are without theirs
     changes: list[str] = []  # the paths of the admin API that change something, so that a client shows only what works
 
 
@@ -92,6 +93,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerStatus]
+    silent: list[int] = []  # the processes of the gateway that do not answer
 
 
 class StartWish(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +188,7 @@ class SeriesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     step_s: int
     times_s: list[float]  # the start of each point, as Unix time
     columns: dict[str, list[float | None]]
+    silent: list[int] = []  # the processes of the gateway that do not answer
 
 
 class NowAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,7 +202,8 @@ class NowAnswer(msgspec.Struct, frozen=True, kw_only=True):
     has_prices: bool = False
     ttft_goal_ms: float = 0.0
     itl_goal_ms: float = 0.0
-    process: int = 0  # the number of the gateway's process that saw all this
+    process: int = 0  # the number of the gateway's process that answers
+    silent: list[int] = []  # the processes of the gateway that do not answer
 
 
 decode_series = msgspec.json.Decoder(SeriesAnswer).decode

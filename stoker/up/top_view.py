@@ -61,7 +61,11 @@ def top_lines(state: TopState, look: TopLook) -> list[str]:
     """Return the lines of one frame. None is wider than the terminal."""
     width = max(_LEAST_WIDTH, look.width)
     paint = _Paint(look.has_color)
-    lines = [_head(state, width, paint), ""]
+    lines = [_head(state, width, paint)]
+    for number in state.now.silent:
+        text = f"Process {number} of {state.status.processes} does not answer: the numbers are without it."
+        lines.append(paint(_BAD, _cut(text, width)))
+    lines.append("")
     lines += [paint.bold(line) for line in _wrapped(_plain(state.now.bottleneck), width)]
     lines += ["", *_numbers(state, width, look, paint), ""]
     lines += _fleet(state.workers, width, paint)
@@ -87,7 +91,7 @@ class _Paint:
 
 def _head(state: TopState, width: int, paint: _Paint) -> str:
     status = state.status
-    process = f", process {status.process} of {status.processes}" if status.processes > 1 else ""
+    process = f", {status.processes} processes" if status.processes > 1 else ""
     draining = ", draining" if status.draining else ""
     text = f"stoker {_plain(status.version)}  {_plain(state.url)}  up {_duration(status.uptime_s)}{process}{draining}"
     return paint.dim(_cut(text, width))

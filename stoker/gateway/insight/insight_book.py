@@ -10,6 +10,8 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from stoker.gateway.admission.prices import PriceList
 from stoker.gateway.insight.bottleneck import bottleneck
 from stoker.gateway.insight.canary_watch import CanaryWatch
@@ -18,6 +20,7 @@ from stoker.gateway.insight.request_digest import RequestDigest, RequestTimes, d
 from stoker.gateway.insight.reuse_curve import ReuseCurve
 from stoker.gateway.insight.series_columns import TIERS, TOTALS, TTFT_PARTS, SeriesColumns
 from stoker.gateway.insight.series_rings import SeriesBook
+from stoker.gateway.insight.series_rows import SeriesRows
 from stoker.gateway.insight.session_book import SessionBook
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.usage_row import UsageRow
@@ -142,31 +145,55 @@ class InsightBook:
     def max_points(self, step_s: int) -> int:
         return self._series.ring(step_s).num_points
 
-    def series(self, step_s: int, count: int) -> SeriesAnswer:
+    def series_rows(self, step_s: int, count: int) -> SeriesRows:
         """Return the latest points of a resolution. The last one is still growing, unless its step is a second."""
         points = self._series.ring(step_s).window(self._time_s, count)
-        return SeriesAnswer(
+        return SeriesRows(
+            time_s=self._time_s,
             step_s=step_s,
             times_s=[start for start, _ in points],
-            columns=self._columns.columns([row for _, row in points], step_s),
+            rows=[None if row is None else list(row) for _, row in points],
         )
 
-    def now(self) -> NowAnswer:
-        """Return the last minute."""
-        ring = self._series.ring(1)
-        values = self._columns.values(ring.total(self._time_s, _NOW_S), _NOW_S)
-        [(_, row)] = ring.window(self._time_s, 1)
+    def now_rows(self) -> SeriesRows:
+        """Return two rows: the sum of the last minute, and the last second."""
+        total = self._series.ring(1).total(self._time_s, _NOW_S)
+        latest = self.series_rows(1, 1)
+        return msgspec.structs.replace(latest, times_s=latest.times_s * 2, rows=[total, *latest.rows])
+
+    def show_series(self, parts: Sequence[SeriesRows]) -> SeriesAnswer:
+        """Return what is shown of the rows of one or several processes. The times are those of the first."""
+        columns = self._columns.columns(self._joined(parts), parts[0].step_s)
+        return SeriesAnswer(step_s=parts[0].step_s, times_s=parts[0].times_s, columns=columns)
+
+    def show_now(self, parts: Sequence[SeriesRows]) -> NowAnswer:
+        """Return the last minute from the `now_rows` of one or several processes."""
+        minute, point = self._joined(parts)
+        values = self._columns.values(minute, _NOW_S)
         return NowAnswer(
-            time_s=self._time_s,
+            time_s=parts[0].time_s,
             bottleneck=bottleneck(values, self._goals),
             values=values,
-            point=self._columns.values(row, 1),
+            point=self._columns.values(point, 1),
             currency=self._currency,
             has_prices=self._has_prices,
             ttft_goal_ms=self._goals.ttft_ms,
             itl_goal_ms=self._goals.itl_ms,
             process=self._process,
         )
+
+    def _joined(self, parts: Sequence[SeriesRows]) -> list[list[float] | None]:
+        if len(parts) == 1:
+            return parts[0].rows
+        return [self._columns.joined(rows) for rows in zip(*(part.rows for part in parts), strict=True)]
+
+    def series(self, step_s: int, count: int) -> SeriesAnswer:
+        """Return the latest points of this process."""
+        return self.show_series([self.series_rows(step_s, count)])
+
+    def now(self) -> NowAnswer:
+        """Return the last minute of this process."""
+        return self.show_now([self.now_rows()])
 
     def requests(self, count: int) -> list[RequestDigest]:
         """Return the latest requests, the latest first."""

@@ -5,7 +5,7 @@ These are `GET /admin/now`, `/admin/series`, `/admin/requests`, `/admin/sessions
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -22,8 +22,9 @@ _MAX_REQUESTS = 1000
 _MAX_SESSIONS = 512
 _NOW, _SERIES = ADMIN_NOW_PATH.encode(), ADMIN_SERIES_PATH.encode()
 _REQUESTS, _CANARIES = ADMIN_REQUESTS_PATH.encode(), ADMIN_CANARIES_PATH.encode()
-_SESSIONS, _KV = b"/admin/sessions", b"/admin/kv"
-INSIGHT_PATHS = frozenset({_NOW, _SERIES, _REQUESTS, _SESSIONS, _CANARIES, _KV})
+SESSIONS_PATH, _KV = b"/admin/sessions", b"/admin/kv"
+RAW_ROWS = b"rows=1"  # with /admin/now and /admin/series, between processes: rows that can be added
+INSIGHT_PATHS = frozenset({_NOW, _SERIES, _REQUESTS, SESSIONS_PATH, _CANARIES, _KV})
 
 _Handler = Callable[[dict[str, str]], Awaitable[Any]]
 
@@ -39,7 +40,7 @@ class InsightEndpoint:
             _NOW: self._now,
             _SERIES: self._series,
             _REQUESTS: self._requests,
-            _SESSIONS: self._sessions,
+            SESSIONS_PATH: self._sessions,
             _CANARIES: self._canaries,
             _KV: self._kv_page,
         }
@@ -54,22 +55,23 @@ class InsightEndpoint:
         return json_reply(await self._handlers[request.path](query))
 
     async def _now(self, query: dict[str, str]) -> Any:
-        return self._book.now()
+        return self._book.now_rows() if "rows" in query else self._book.now()
 
     async def _series(self, query: dict[str, str]) -> Any:
-        step = _number(query, "step", 1, 1, 1 << 20)
+        step = number_of(query, "step", 1, 1, 1 << 20)
         if step not in self._book.steps_s:
             steps = ", ".join(map(str, self._book.steps_s))
             raise InvalidRequest(
                 f"step={step}: the series has points of these lengths in seconds: {steps}", param="step"
             )
         most = self._book.max_points(step)
-        return self._book.series(step, _number(query, "n", min(300, most), 1, most))
+        count = number_of(query, "n", min(300, most), 1, most)
+        return self._book.series_rows(step, count) if "rows" in query else self._book.series(step, count)
 
     async def _requests(self, query: dict[str, str]) -> Any:
         name = query.get("request")
         if name is None:
-            count = _number(query, "n", 100, 1, _MAX_REQUESTS)
+            count = number_of(query, "n", 100, 1, _MAX_REQUESTS)
             return {"requests": [one.as_dict() for one in self._book.requests(count)]}
         found = self._book.request(name)
         if found is None:
@@ -79,7 +81,7 @@ class InsightEndpoint:
         return found.as_dict(with_candidates=True)
 
     async def _sessions(self, query: dict[str, str]) -> Any:
-        return {"sessions": self._book.sessions.report(_number(query, "n", 100, 1, _MAX_SESSIONS))}
+        return {"sessions": self._book.sessions.report(number_of(query, "n", 100, 1, _MAX_SESSIONS))}
 
     async def _canaries(self, query: dict[str, str]) -> Any:
         return self._book.canaries.report()
@@ -88,7 +90,8 @@ class InsightEndpoint:
         return await self._kv.report()
 
 
-def _number(query: dict[str, str], name: str, default: int, least: int, most: int) -> int:
+def number_of(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """Return a number of the query. Raises InvalidRequest if it is outside the bounds."""
     text = query.get(name, str(default))
     if not (len(text) <= 8 and text.isascii() and text.isdecimal() and least <= int(text) <= most):
         raise InvalidRequest(f"{name}={text[:40]!r}: it must be a number from {least} to {most}.", param=name)

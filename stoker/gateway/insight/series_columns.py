@@ -42,6 +42,8 @@ GAUGES = (
     "context_tokens",
     "running_sequences",
 )
+# The gauges that count only the requests of one process.
+_OWN_GAUGES = frozenset({"running_requests", "waiting_requests", "backlog_tokens", "backlog_s", "context_tokens"})
 
 
 class SeriesColumns:
@@ -54,6 +56,22 @@ class SeriesColumns:
         self._itl_at = self._ttft_at + len(ttft_bounds_s) + 1
         self.num_totals = self._itl_at + len(itl_bounds_s) + 1
         self.num_gauges = len(GAUGES)
+
+    def joined(self, rows: Sequence[Sequence[float] | None]) -> list[float] | None:
+        """Join the rows that the processes of a gateway have of one time.
+
+        Totals are added, and so are the gauges of a process's own requests. All processes see the same workers: of those
+        gauges it is the mean.
+        """
+        known = [row for row in rows if row is not None and row[-1]]
+        if not known:
+            return None
+        totals = [sum(values) for values in zip(*(row[: self.num_totals] for row in known), strict=True)]
+        gauges = []
+        for at, name in enumerate(GAUGES, self.num_totals):
+            whole = sum(row[at] / row[-1] for row in known)
+            gauges.append(whole if name in _OWN_GAUGES else whole / len(known))
+        return [*totals, *gauges, 1.0]
 
     def values(self, row: Sequence[float] | None, seconds: float) -> dict[str, float | None]:
         """Return what is shown of a row that covers this time. None for all values: the row is missing."""

@@ -14,10 +14,12 @@ from world import World
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import LoadReport
 from stoker.gateway.admission.api_keys import AdminToken
+from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.http import WorkerResponse
 from stoker.gateway.insight.insight_endpoint import INSIGHT_PATHS, InsightEndpoint
 from stoker.gateway.insight.kv_pages import KvPages
 from stoker.gateway.insight.live_stream import LiveStream
+from stoker.gateway.processes import RedirectedRequest
 
 TOKEN = "the-admin-token-of-tests"
 AUTH = [(b"authorization", b"Bearer " + TOKEN.encode())]
@@ -41,8 +43,13 @@ class Insight:
         self.num_reads = 0
         token = AdminToken([TOKEN])
         kv = KvPages(self.world.fleet, self.world.insight.reuse, self.read_page, self.world.clock.now)
-        self.live = LiveStream(token, self.world.insight)
-        self.world.change(insight_pages=InsightEndpoint(token, self.world.insight, kv), live=self.live)
+        pages = InsightEndpoint(token, self.world.insight, kv)
+
+        async def read_now(viewer: EndpointRequest) -> bytes | None:
+            return (await pages.answer(RedirectedRequest(viewer, b"/admin/now"))).body
+
+        self.live = LiveStream(token, self.world.insight, read_now)
+        self.world.change(insight_pages=pages, live=self.live)
 
     async def read_page(self, worker_id: WorkerId) -> bytes | None:
         self.num_reads += 1
@@ -154,10 +161,10 @@ def test_a_stream_has_one_event_per_tick_and_ends_with_its_viewer() -> None:
                 await until(lambda: b"".join(seen).count(b"data: ") >= 3)
                 first = json.loads(b"".join(seen).split(b"\n\n")[0].removeprefix(b"data: "))
                 assert first["bottleneck"].startswith("No worker is connected")
-                assert insight.live._num_viewers == 1
+                assert len(insight.live._viewers) == 1
                 answer.abort()
                 await asyncio.gather(reading, return_exceptions=True)
-                await until(lambda: insight.live._num_viewers == 0)
+                await until(lambda: not insight.live._viewers)
             finally:
                 await insight.live.close()
 
@@ -168,7 +175,7 @@ def test_the_number_of_streams_is_limited() -> None:
     async def main() -> None:
         insight = Insight()
         async with insight.world:
-            insight.live._num_viewers = 32
+            insight.live._viewers = [None] * 32  # type: ignore[list-item]
             answer = await insight.send("/admin/stream")
             assert answer.status == 503
             assert json.loads(await answer.read(1 << 20))["error"]["code"] == "too_many_streams"

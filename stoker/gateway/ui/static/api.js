@@ -16,14 +16,6 @@ export const setToken = (token) => (token ? sessionStorage.setItem(TOKEN, token)
 export const getApiKey = () => sessionStorage.getItem(API_KEY) || "";
 export const setApiKey = (key) => (key ? sessionStorage.setItem(API_KEY, key) : sessionStorage.removeItem(API_KEY));
 
-// A gateway may have several processes, each with requests of its own. All pages show the one that sends the stream.
-let processNumber = null;
-export const setProcess = (number) => {
-  processNumber = number;
-};
-const ofProcess = (path) =>
-  processNumber === null || !path.startsWith("/admin/") ? path : `${path}${path.includes("?") ? "&" : "?"}process=${processNumber}`;
-
 const bearer = (token) => (token ? { authorization: `Bearer ${token}` } : {});
 
 async function errorOf(response) {
@@ -48,7 +40,7 @@ async function send(path, options = {}) {
   return response;
 }
 
-export const getJson = async (path) => (await send(ofProcess(path))).json();
+export const getJson = async (path) => (await send(path)).json();
 export const post = async (path) => (await send(path, { method: "POST" })).json();
 
 // Calls `onEvent` for each state of /admin/stream, and opens the stream again when it ends. Returns a function that stops it.

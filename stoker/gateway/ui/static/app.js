@@ -1,7 +1,7 @@
 // The shell of the dashboard: the token, the pages, the theme and the stream.
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
-import { follow, getJson, getToken, setProcess, setToken } from "./api.js";
+import { follow, getJson, getToken, setToken } from "./api.js";
 import { Empty, Failure } from "./parts.js";
 import { Now } from "./pages/now.js";
 import { Fleet } from "./pages/fleet.js";
@@ -24,6 +24,9 @@ const THEME = "stoker-theme";
 const UNAUTHORIZED = 401;
 
 const pageOf = () => location.hash.replace(/^#\/?/, "").split("/")[0] || "now";
+
+// A gateway may have several processes. The numbers are without those that do not answer.
+const silence = (numbers, count) => `without process ${numbers.join(", ")} of ${count}, which ${numbers.length > 1 ? "do" : "does"} not answer`;
 
 function useTheme() {
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -104,7 +107,6 @@ function App() {
     if (!isValid) return undefined;
     return follow(
       (state) => {
-        if (status.processes > 1) setProcess(state.process);
         setNow(state);
         setStale(null);
       },
@@ -126,7 +128,7 @@ function App() {
       </nav>
       <span class="tools">
         ${stale && html`<span class="badge bad" role="status">no connection</span>`}
-        ${now && status.processes > 1 && html`<span class="badge">process ${now.process} of ${status.processes}</span>`}
+        ${now && now.silent.length > 0 && html`<span class="badge bad" role="status">${silence(now.silent, status.processes)}</span>`}
         <button type="button" onClick=${toggleTheme} aria-label=${`Use the ${theme === "dark" ? "light" : "dark"} theme`}>${theme === "dark" ? "☀" : "☾"}</button>
         <button type="button" onClick=${() => leave(null)}>Sign out</button>
       </span>
@@ -134,7 +136,7 @@ function App() {
     <main id="main" tabindex="-1">
       <h1 class="hidden">${name}</h1>
       ${now
-        ? html`<${Page} key=${now.process} now=${now} theme=${theme} status=${status} />`
+        ? html`<${Page} now=${now} theme=${theme} status=${status} />`
         : html`<${Failure} error=${stale} />${!stale && html`<${Empty}>Reading the state of the gateway…</${Empty}>`}`}
     </main>`;
 }
