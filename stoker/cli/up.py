@@ -221,6 +221,7 @@ def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:
 def _check(args: argparse.Namespace, ports: Ports) -> int:
     from stoker.checkpoint.source import default_cache_dir
     from stoker.up.footprint import footprint_words
+    from stoker.up.pair_numerics import pair_words
     from stoker.up.placement.local import LocalPlacement
     from stoker.up.plan import FleetPaths
     from stoker.up.terminal import table
@@ -234,7 +235,7 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     paths = FleetPaths(run_dir, run_dir / "secret", run_dir / "admin-token")
     models = _unresolved(config)
     plan = _plan(config, machine, models, paths, ports, gateway, LocalPlacement(os.environ))
-    for line in footprint_words(config, models, machine):
+    for line in (*footprint_words(config, models, machine), *pair_words(config, machine)):
         print_result(f"{line}\n")
     print_result(table(("PROCESS", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
     for part in plan.parts:
@@ -252,6 +253,7 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
     from stoker.gateway.config import read_secret
     from stoker.up import toml
     from stoker.up.footprint import footprint_words
+    from stoker.up.pair_numerics import pair_words
     from stoker.up.plan import FleetPaths
     from stoker.up.run import SupervisedFleet
     from stoker.up.state import default_state_dir
@@ -278,7 +280,7 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
             log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{log_dir}: {error.strerror}; choose another --log-dir") from error
-        for line in footprint_words(config, models, machine):
+        for line in (*footprint_words(config, models, machine), *pair_words(config, machine)):
             terminal.say(line)
         fleet = SupervisedFleet(
             plan=plan,

@@ -127,7 +127,8 @@ def build_engine(
         source = ModelSource(folder, hf, random_weights_seed, ahead, kernel_cache_dir, draft)
         engine_id = uuid.uuid4().hex
         place = ranks.connect(source, family, settings, resolved, engine_id)
-        options = (place, grammars or NoGrammars(), progress, timeline)
+        grammars = grammars or NoGrammars()
+        options = (place, grammars, progress, timeline)
         part = build_part(family, source, settings, resolved, *options)
         runner = ranks.drive(part.runner)
         others = ranks.other_kv(wake)
@@ -157,7 +158,7 @@ def build_engine(
     config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, store.max_offers)
     draft_counts = DraftCounts()
     stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
-    parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks)
+    parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks, forced_start=grammars.forced_start)
     scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)), local_pools)
     updates = EngineLeases(leases, others)
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, updates, rates)

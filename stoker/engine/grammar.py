@@ -51,6 +51,12 @@ class Grammars(Protocol):
         useless.
         """
 
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        """Return the tokens that an output most likely begins with, because the grammar forces them. Often there is none.
+
+        They are drafts. Fast if the grammar is prepared.
+        """
+
 
 class NoGrammars:
     """Rejects every grammar, because the engine has no vocabulary."""
@@ -60,6 +66,9 @@ class NoGrammars:
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> Matcher:
         raise _not_supported(spec)
+
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        return ()
 
 
 def _not_supported(spec: GrammarSpec) -> InvalidRequest:

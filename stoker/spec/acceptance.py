@@ -6,10 +6,12 @@ used now is still observed, at no cost.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _DECAY = 0.9  # weight of the older observations at each new one, within a sequence
 _GLOBAL_DECAY = 0.995  # the same over all sequences
 _PRIOR_WEIGHT = 3.0  # observations that the rate over all sequences counts for in a new one
-_FIRST_RATE = 0.6  # before any observation
+_FIRST_RATE = 0.6  # before any observation, unless `first_rates` has the source
 
 
 class Rate:
@@ -28,15 +30,19 @@ class Rate:
 
 
 class Acceptance:
-    """The rates of all sources: over all sequences here, and in `SequenceRates` within one."""
+    """The rates of all sources: over all sequences here, and in `SequenceRates` within one.
 
-    def __init__(self) -> None:
+    `first_rates` are the rates of some sources before any observation.
+    """
+
+    def __init__(self, first_rates: Mapping[str, float]) -> None:
+        self._first_rates = first_rates
         self._by_source: dict[str, Rate] = {}
 
     def of(self, source: str) -> Rate:
         rate = self._by_source.get(source)
         if rate is None:
-            rate = self._by_source[source] = Rate(_GLOBAL_DECAY, _FIRST_RATE, 1.0)
+            rate = self._by_source[source] = Rate(_GLOBAL_DECAY, self._first_rates.get(source, _FIRST_RATE), 1.0)
         return rate
 
     def value(self, source: str) -> float:

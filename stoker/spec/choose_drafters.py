@@ -34,12 +34,12 @@ class DrafterChoice:
         for part in setting.split(","):
             name, _, argument = part.strip().partition(":")
             names = _AUTO_DRAFTERS if name == AUTO else (name,)
-            if name != AUTO and name not in (GRAMMAR, *_DRAFT_MODELS) and name not in DRAFTERS:
-                known = ", ".join([OFF, AUTO, *_DRAFT_MODELS, GRAMMAR, *DRAFTERS])
+            if name != AUTO and name not in _DRAFT_MODELS and name not in DRAFTERS:
+                known = ", ".join([OFF, AUTO, *_DRAFT_MODELS, *DRAFTERS])
                 raise ConfigError(f"--drafter {setting}: there is no drafter {name!r}; available: {known}")
             if name == EAGLE3 and not argument:
                 raise ConfigError(f"--drafter {setting}: {EAGLE3!r} needs its folder; write --drafter {EAGLE3}:FOLDER")
-            if name in (AUTO, GRAMMAR, MTP) and argument:
+            if name in (AUTO, MTP) and argument:
                 raise ConfigError(f"--drafter {setting}: {name!r} takes no argument; write --drafter {name}")
             if twice := [one for one in names if one in arguments]:
                 raise ConfigError(f"--drafter {setting}: the drafter {twice[0]!r} is named twice; name it once")
@@ -69,6 +69,6 @@ class DrafterChoice:
         drafters = {
             name: build_drafter(name, replace(parts, argument=argument))
             for name, argument in self.arguments.items()
-            if name not in (GRAMMAR, *_DRAFT_MODELS)
+            if name not in _DRAFT_MODELS
         }
         return TapeDrafting(drafters, counts, self.draft_model)

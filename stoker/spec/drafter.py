@@ -6,7 +6,8 @@ so a drafter may guess anything. What is not a token of the vocabulary is remove
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.registry import Registry
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.drafting import TapeDrafter
+from stoker.sched.request import GrammarSpec
 from stoker.sched.sequence import Sequence
 from stoker.spec.stored_blocks import StoredBlocks
 
@@ -26,6 +28,9 @@ class DrafterParts:
     vocab_size: int
     argument: str = ""
     stored: StoredBlocks = field(default_factory=lambda: StoredBlocks(0))  # what the tiers hold; empty without tiers
+    forced_start: Callable[[GrammarSpec], Tokens[int]] = (
+        lambda spec: ()
+    )  # what a grammar forces at the start of an output
 
     def refuse_argument(self, drafter: str) -> None:
         """Raise ConfigError if there is an argument. For drafters without settings."""

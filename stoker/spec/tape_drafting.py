@@ -19,6 +19,7 @@ from stoker.spec.draft_counts import DraftCounts
 from stoker.spec.draft_length import DraftChance, draft_lengths, guess_count, least_chance
 
 GRAMMAR = "grammar"  # the source of what the runner suggests
+_FIRST_RATES = {GRAMMAR: 0.9}  # forced text is a wrong guess only where the model writes it in other tokens
 _FEW_GUESSES = 4  # with fewer guesses left on the tape, the drafters are asked for more
 _PROBE_TOKENS = 64  # a draft model that does not pay is tried again after this many tokens of a sequence
 _PROBE_STEPS = 16  # only one step in this many makes guesses for such trials
@@ -73,7 +74,7 @@ class TapeDrafting:
         self._drafters = drafters
         self._model = model
         self._counts = counts
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(_FIRST_RATES)
         self._followers: dict[Sequence, _Follower] = {}
         self._num_plans = 0
         self.num_guesses = 0 if model is None else MODEL_GUESSES

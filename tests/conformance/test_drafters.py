@@ -59,13 +59,14 @@ def tenant_text(salt: str, seed: int, count: int = 60) -> list[int]:
 
 
 def repeated_requests(world: DrafterWorld, max_tokens: int = MAX_DRAFTS) -> list[list[int]]:
-    """Three times the same request of each tenant, with a prediction that is nearly right."""
+    """Three times the same request of each tenant, with a prediction that is nearly right and a forced beginning."""
     guesses = []
     for _ in range(3):
         for salt in TENANT_IDS:
             prompt, output = tenant_text(salt, 1), tenant_text(salt, 2)
             prediction = [*output[:20], TENANT_IDS[salt][0], *output[22:]]
-            guesses += world.run(new_sequence(prompt, salt=salt, prediction=prediction), output, max_tokens)
+            seq = new_sequence(prompt, salt=salt, prediction=prediction, forced=output[:9])
+            guesses += world.run(seq, output, max_tokens)
     return guesses
 
 
@@ -90,7 +91,7 @@ def test_ids_outside_the_vocabulary_are_never_guessed(name: str) -> None:
     world = DrafterWorld(name)
     text = [3, 4, VOCAB_SIZE, 5, 6, VOCAB_SIZE + 7, 8, 9] * 4
     for _ in range(2):
-        for guess in world.run(new_sequence(text, prediction=[*text, -5]), list(text)):
+        for guess in world.run(new_sequence(text, prediction=[*text, -5], forced=text), list(text)):
             assert all(-VOCAB_SIZE <= token_id < VOCAB_SIZE for token_id in guess)  # complements: see DraftTape
 
 
@@ -101,13 +102,14 @@ def test_one_tenants_text_is_never_anothers_guess(name: str) -> None:
     for seed in range(4):
         for salt, ids in TENANT_IDS.items():
             output = [*shared, *tenant_text(salt, seed)]
-            for guess in world.run(new_sequence(shared, salt=salt), output):
+            for guess in world.run(new_sequence(shared, salt=salt, forced=output[:12]), output):
                 assert set(guess) <= set(ids) | set(shared)
 
 
 def test_an_ended_sequence_is_let_go(name: str) -> None:
     world = DrafterWorld(name)
-    seq = new_sequence(tenant_text("bob", 1), prediction=tenant_text("bob", 2))
+    output = tenant_text("bob", 2)
+    seq = new_sequence(tenant_text("bob", 1), prediction=output, forced=output)
     before = sys.getrefcount(seq)
     world.run(seq, tenant_text("bob", 2))
     world.drafter.ended(seq)  # a second time: nothing happens
@@ -124,7 +126,7 @@ def test_memory_is_bounded(name: str) -> None:
     def serve(first: int, count: int) -> int:
         for i in range(first, first + count):
             salt = f"tenant {i % 300}"
-            seq = new_sequence(text[i % 491 :][:10], salt=salt, prediction=text[:10])
+            seq = new_sequence(text[i % 491 :][:10], salt=salt, prediction=text[:10], forced=text[:10])
             world.drafter.propose(seq, MAX_DRAFTS)
             seq.token_ids += text[i % 487 :][:6]
             world.drafter.propose(seq, MAX_DRAFTS)
@@ -168,7 +170,7 @@ def test_the_work_of_a_guess_does_not_grow_with_the_text(name: str) -> None:
         text = [dice.randrange(20) for _ in range(size)]
         for _ in range(4):
             drafter.ended(new_sequence(text[:10], text[10:2_000]))
-        seq = new_sequence(text, prediction=text)
+        seq = new_sequence(text, prediction=text, forced=text[:TAPE_TOKENS])
         drafter.propose(seq, MAX_DRAFTS)  # takes in the prompt
         for _ in range(20):
             seq.token_ids.append(dice.randrange(20))

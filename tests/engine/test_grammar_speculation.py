@@ -55,6 +55,9 @@ class ModuloGrammars:
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> ModuloMatcher:
         return ModuloMatcher(spec, token_ids)
 
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        return ()
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,54 @@ from pathlib import Path
 import pytest
 from test_schedules import VOCAB, random_request, run
 from tiny import make_tiny
+from torch import Tensor
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.llm import LLM, LLMOutput
-from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.sched.request import GenerateRequest, GrammarSpec, SamplingParams
 from stoker.sched.step_costs import StepCosts
 from stoker.sched.step_size import StepSize
 from stoker.spec.choose_drafters import DrafterChoice
 from stoker.spec.drafter import DRAFTERS
+
+
+class StartMatcher:
+    """Forces the numbers in the grammar's text, in their order. Then every token is allowed."""
+
+    done = too_slow = False
+
+    def __init__(self, spec: GrammarSpec, token_ids: Sequence[int]) -> None:
+        self._forced = [int(number) for number in spec.text.split()]
+        for token_id in token_ids:
+            self.accept(token_id)
+
+    def accept(self, token_id: int) -> bool:
+        is_allowed = not self._forced or self._forced[0] == token_id
+        self._forced = self._forced[1:]
+        return is_allowed
+
+    def fill(self, allowed: Tensor) -> None:
+        allowed.fill_(0 if self._forced else -1)
+        for token_id in self._forced[:1]:
+            allowed[token_id >> 5] = 1 << (token_id & 31)
+
+    def forced(self, max_tokens: int) -> list[int]:
+        return self._forced[:max_tokens]
+
+
+class StartGrammars:
+    def prepare(self, spec: GrammarSpec) -> object:
+        return None
+
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> StartMatcher:
+        return StartMatcher(spec, token_ids)
+
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        return StartMatcher(spec, []).forced(64)
+
+
+START = GrammarSpec("regex", "60 62 64 66 68 70 72 74")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +90,11 @@ def requests(rng: random.Random, count: int) -> list[GenerateRequest]:
     """Requests of which some are repeated, so that every drafter finds something."""
     shared = [rng.randrange(VOCAB) for _ in range(40)]
     made = [random_request(rng, number, shared) for number in range(count)]
-    return [replace(one, prediction=tuple(rng.randrange(VOCAB) for _ in range(30))) for one in made]
+    made = [replace(one, prediction=tuple(rng.randrange(VOCAB) for _ in range(30))) for one in made]
+    return [
+        one if i % 3 else replace(one, sampling=replace(one.sampling, grammar=START, min_tokens=0))
+        for i, one in enumerate(made)
+    ]
 
 
 def same(found: LLMOutput, expected: LLMOutput) -> bool:
@@ -74,11 +118,11 @@ def test_drafts_change_no_answer_and_return_every_block(
 ) -> None:
     rng = random.Random(f"{drafter} {max_rows}")
     wanted = requests(rng, 6 if max_rows == 1 else 20)
-    with closing(LLM(folder, settings("off", max_rows=1))) as llm:
+    with closing(LLM(folder, settings("off", max_rows=1), grammars=StartGrammars())) as llm:
         expected = run(llm, [(0, one) for one in wanted], {})
     wanted = with_predictions(wanted, expected)
     drafts = 0
-    with closing(LLM(folder, settings(drafter, num_blocks, max_rows, steps_ahead))) as llm:
+    with closing(LLM(folder, settings(drafter, num_blocks, max_rows, steps_ahead), grammars=StartGrammars())) as llm:
         for _ in range(2):  # the second time, the answers are in the caches
             arrivals = [(rng.randint(0, 10), one) for one in wanted]
             found = run(llm, arrivals, {})
@@ -103,6 +147,18 @@ def test_a_repeated_greedy_request_takes_few_steps(folder: Path) -> None:
         second = llm.generate([prompt], sampling, 64)
     assert first[0].token_ids == second[0].token_ids
     assert llm.built.engine.num_steps - steps_alone <= steps_alone // 4
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_a_forced_beginning_takes_one_step_after_the_prompt(folder: Path, steps_ahead: int) -> None:
+    """Also where that step is planned before the prompt's result is known."""
+    num_forced = len(START.text.split())
+    sampling = SamplingParams(temperature=0.0, grammar=START)
+    with closing(LLM(folder, settings("grammar", steps_ahead=steps_ahead), grammars=StartGrammars())) as llm:
+        [answer] = llm.generate([[3, 1, 4]], sampling, num_forced)
+    assert " ".join(map(str, answer.token_ids)) == START.text
+    assert answer.usage is not None
+    assert answer.usage.accepted_draft_tokens == num_forced - 2
 
 
 def test_drafts_stop_at_the_last_token_of_the_context(folder: Path) -> None:

@@ -92,6 +92,9 @@ class ParityGrammars:
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> ParityMatcher:
         return ParityMatcher(token_ids)
 
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        return [2, 1, 2, 4]  # only the last one is forced
+
 
 def requests(seed: int, count: int = 10) -> list[GenerateRequest]:
     """Requests of all kinds: shared heads, greedy and sampled, penalties, logprobs, grammars, repetitions, priorities."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Tokens
 
 from stoker.base.ids import RequestId
 from stoker.kv.blocks.keys import root_key
 from stoker.kv.blocks.pool import BlockPool
-from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.sched.request import GenerateRequest, GrammarSpec, SamplingParams
 from stoker.sched.sequence import Sequence
 from stoker.spec.drafter import DrafterParts
 from stoker.spec.stored_blocks import StoredBlocks
@@ -22,12 +23,15 @@ def new_sequence(
     salt: str = "",
     block_tokens: int = BLOCK_TOKENS,
     prediction: Tokens[int] = (),
+    forced: Tokens[int] = (),
 ) -> Sequence:
+    """`forced` is what its grammar forces at the start. Without it, the sequence has no grammar."""
+    grammar = GrammarSpec("regex", json.dumps(list(forced))) if forced else None
     request = GenerateRequest(
         RequestId("r"),
         list(prompt),
         len(prompt),
-        SamplingParams(),
+        SamplingParams(grammar=grammar),
         max_new_tokens=1 << 20,
         cache_salt=salt,
         prediction=tuple(prediction),
@@ -39,7 +43,9 @@ def new_sequence(
 
 
 def new_parts(num_blocks: int = 64, argument: str = "") -> DrafterParts:
-    return DrafterParts(BlockPool(num_blocks), VOCAB_SIZE, argument, StoredBlocks(2 * num_blocks))
+    return DrafterParts(
+        BlockPool(num_blocks), VOCAB_SIZE, argument, StoredBlocks(2 * num_blocks), lambda spec: json.loads(spec.text)
+    )
 
 
 def fill_pool(pool: BlockPool, seq: Sequence) -> None:

@@ -142,3 +142,23 @@ def test_drafts_without_room_in_a_step_are_not_counted() -> None:
     first.text, second.text = [], [8] * 50
     assert step(drafting, seq, [9, *[8] * 50]) > 0
     assert list(counts.by_source) == ["second"]
+
+
+def test_forced_text_is_drafted_before_any_observation_where_a_guess_of_another_source_does_not_pay() -> None:
+    """Most forced text is right. A first answer must not wait for observations of that."""
+    dear = StepCosts(fixed_s=1.0, token_s=0.7)
+    other, forced = new_sequence([1, 2]), new_sequence([1, 2])
+    drafting = TapeDrafting({"list": ListDrafter(list(range(50)))}, DraftCounts())
+    others = drafting.plan([other], 100, dear).get(other, 0)
+    drafting = TapeDrafting({}, DraftCounts())
+    drafting.plan([forced], 100, dear)
+    drafting.suggested(forced, list(range(50)))
+    assert drafting.plan([forced], 100, dear)[forced] > others
+
+
+def test_the_forced_beginning_is_asked_before_other_sources() -> None:
+    drafting = TapeDrafting({"list": ListDrafter([9] * 8), "grammar": ListDrafter([5] * 8)}, DraftCounts())
+    seq = new_sequence([1, 2])
+    drafting.plan([seq], 100, UNKNOWN)
+    assert seq.tape is not None
+    assert seq.tape.source == "grammar"

@@ -31,3 +31,6 @@ class AbsentGrammars:
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> AbsentMatcher:
         return AbsentMatcher()
+
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        return ()

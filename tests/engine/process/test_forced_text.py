@@ -108,6 +108,57 @@ def test_a_forced_call_with_free_white_space_needs_few_steps(
     assert found <= num_steps < len(ids) / 2
 
 
+TOOL = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    "required": ["city", "unit"],
+}
+
+
+def forced_after(grammars: XGrammars, token_ids: list[int]) -> list[int]:
+    """What is forced after these tokens of a call, whose arguments may have any white space."""
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": TOOL}}
+    return grammars.matcher(structural_tag(HermesParser.calls([tool], parallel=False)), token_ids).forced(64)
+
+
+@pytest.mark.parametrize("indent", ["\n  ", "\n    ", "\n        "])
+def test_the_last_space_of_an_indentation_is_part_of_the_next_token(
+    grammars: XGrammars, tokenizer: Tokenizer, indent: str
+) -> None:
+    """The tokenizer writes `   "` as two spaces and ` "`. After the first of these, the draft has the second."""
+    text = HermesParser.render([("get_weather", f'{{{indent}"city": "Paris"')]).split("Paris")[0]
+    ids = tokenizer.encode(text)
+    place = next(i for i, token_id in enumerate(ids) if tokenizer.token_bytes(token_id) == indent[:-1].encode())
+    assert forced_after(grammars, ids[: place + 1]) == ids[place + 1 :]
+
+
+def test_a_line_break_without_indentation_is_not_lengthened(grammars: XGrammars, tokenizer: Tokenizer) -> None:
+    text = HermesParser.render([("get_weather", '{\n"city": "Paris"')]).split('"city')[0]
+    assert forced_after(grammars, tokenizer.encode(text)) == tokenizer.encode('"city": "')
+
+
+def test_the_first_closing_bracket_on_a_new_line_is_a_token_of_its_own(
+    grammars: XGrammars, tokenizer: Tokenizer
+) -> None:
+    arguments = '{"city": "Paris",\n"unit": "celsius"'
+    text = HermesParser.render([("get_weather", arguments)]).rpartition("}")[0]
+    for line_break in ("\n", "\n  "):
+        found = forced_after(grammars, tokenizer.encode(text + line_break))
+        first, second = (tokenizer.token_bytes(token_id).strip() for token_id in found[:2])
+        assert first == b"}"
+        assert second.startswith(b"}")
+    found = forced_after(grammars, tokenizer.encode(text))
+    assert tokenizer.token_bytes(found[0]).startswith(b"}}")
+
+
+def test_the_forced_beginning_is_known_before_any_output(grammars: XGrammars, tokenizer: Tokenizer) -> None:
+    spec = GrammarSpec("json_schema", json.dumps(WEATHER))
+    assert list(grammars.forced_start(spec)) == tokenizer.encode(CALL[: CALL.index("Paris")])
+    assert list(grammars.forced_start(spec)) == grammars.matcher(spec, []).forced(64)
+    assert not grammars.forced_start(GrammarSpec("regex", "yes|no"))
+    assert len(grammars.forced_start(GrammarSpec("regex", "(abc, ){400}"))) == 64
+
+
 def test_asking_changes_nothing(grammars: XGrammars, tokenizer: Tokenizer) -> None:
     spec = GrammarSpec("json_schema", json.dumps(WEATHER))
     asked, silent = grammars.matcher(spec, []), grammars.matcher(spec, [])

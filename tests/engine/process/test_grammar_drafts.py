@@ -12,6 +12,7 @@ import torch
 from stoker.base.ids import Row
 from stoker.engine.process.grammars import forced_text
 from stoker.engine.process.grammars.compiler import XGrammars
+from stoker.engine.process.grammars.matcher import XGrammarMatcher
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner, VerifiedTokens
 from stoker.engine.sampler import SampledTokens
@@ -71,5 +72,5 @@ def test_forced_tokens_are_returned_for_rows_with_a_grammar(
 
 
 def test_nothing_is_searched_without_the_grammar_drafter(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forced_text.ForcedText, "find", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(XGrammarMatcher, "forced", lambda *_: pytest.fail("searched"))
     assert all(not result.drafts for result in results(tokenizer, monkeypatch, '{"name', drafts_grammar=False))

@@ -29,6 +29,7 @@ from stoker.engine.process.grammars.string_vocabulary import StringVocabulary
 from stoker.engine.process.grammars.text_grammars import PreparedInput, compile_text
 from stoker.engine.process.grammars.trials import GrammarTrials, SentGrammar
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
+from stoker.sched.draft_tape import TAPE_TOKENS
 from stoker.sched.request import GrammarSpec, InputGrammar
 from stoker.text.tokenizer import Tokenizer
 
@@ -55,7 +56,8 @@ class _VocabularyTools:
 
 
 class XGrammars:
-    """`prepare` can be called from several threads, `matcher` only from the engine's thread."""
+    """`prepare` can be called from several threads, `matcher` and `forced_start` only from the engine's
+    thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, trials: GrammarTrials | None = None) -> None:
         self._tokenizer = tokenizer
@@ -92,6 +94,9 @@ class XGrammars:
         for token_id in token_ids:
             matcher.accept(token_id)
         return matcher
+
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        return self.prepare(spec).forced_start
 
     def warm_up(self) -> None:
         """Read the vocabulary, which takes half a second, before the first request needs it."""
@@ -160,6 +165,7 @@ class XGrammars:
             num_bytes=grammar.memory_size_bytes + sum(one.text.num_bytes for one in inputs),
             allows_text=spec.allows_text,
             inputs=tuple(inputs),
+            forced_start=tuple(tools.forced_text.at_start(grammar, TAPE_TOKENS)),
         )
 
     def input_vocabulary(self, given: InputGrammar) -> InputVocabulary:

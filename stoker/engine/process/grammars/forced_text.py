@@ -8,8 +8,10 @@ draft.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from stoker.engine.process.grammars.xgrammar_import import xgrammar
 
 _WHITE_SPACE = b" \t\n\r"
 _SEPARATORS = b":,"
+_FIRST_CLOSER = re.compile(rb"\n[ \t]*[}\]]")  # on a line of its own
 _MAX_SEARCH_S = 0.002  # CPU seconds of the engine's thread; the search then ends with what it has
 
 
@@ -41,11 +44,11 @@ class ForcedText:
         until_s = time.thread_time() + _MAX_SEARCH_S
         mask = np.zeros(len(self._endings.non_openers), dtype=np.int32)
         forced: list[int] = []
-        last = b"" if last_token_id is None else self._endings.text_of(last_token_id)
+        sampled = last = b"" if last_token_id is None else self._endings.text_of(last_token_id)
         ahead = matcher
         while len(forced) < max_tokens and not ahead.is_terminated():
             ahead.fill_next_token_bitmask(mask[None])
-            token_id = self._next(mask, last, style)
+            token_id = self._next(mask, last, style, is_sampled=not forced)
             if token_id is None:
                 break
             if ahead is matcher:
@@ -56,13 +59,20 @@ class ForcedText:
             last = self._endings.text_of(token_id)
             if time.thread_time() > until_s:
                 break
-        return self._as_the_tokenizer_writes(forced)[:max_tokens]
+        return self._as_the_model_writes(forced, sampled)[:max_tokens]
+
+    def at_start(self, grammar: xgrammar.CompiledGrammar, max_tokens: int) -> list[int]:
+        """Return tokens that every output of a grammar begins with, at most `max_tokens`."""
+        return self.find(xgrammar.GrammarMatcher(grammar), None, WhiteSpaceStyle(), max_tokens)
 
     def text_of(self, token_id: int) -> bytes:
         return self._endings.text_of(token_id)
 
-    def _next(self, mask: Mask, last: bytes, style: WhiteSpaceStyle) -> int | None:
-        """Return the next token of the forced text, or None at a choice. `last` is the text of the token before it."""
+    def _next(self, mask: Mask, last: bytes, style: WhiteSpaceStyle, *, is_sampled: bool) -> int | None:
+        """Return the next token of the forced text, or None at a choice.
+
+        `last` is the text of the token before it. `is_sampled`: the model has written that token.
+        """
         token_id = self._endings.forced(mask)
         if token_id is not None:
             return self._up_to_separator(token_id)
@@ -73,11 +83,31 @@ class ForcedText:
         token_id = self._endings.forced(mask & self._no_space)
         if token_id is None:
             return None
-        space = b"" if last[-1:] in _WHITE_SPACE and last else style.before(last, self._endings.text_of(token_id))
+        following = self._endings.text_of(token_id)
+        if not last or last[-1:] not in _WHITE_SPACE:
+            space = style.before(last, following)
+        else:
+            space = self._rest_of_indent(last, following) if is_sampled else b""
         space_id = self._endings.id_of(space) if space else None
         if space_id is not None and mask[space_id >> 5] >> (space_id & 31) & 1:
             return space_id
         return self._up_to_separator(token_id)
+
+    def _rest_of_indent(self, sampled: bytes, following: bytes) -> bytes:
+        """Return the space that the model still writes between the sampled token and `following`, if there is one.
+
+        Many tokenizers put the last space of an indentation into the token after it. An indentation that the tokenizer writes
+        only before a space is followed by one.
+        """
+        if len(sampled) < 2 or sampled.strip(_WHITE_SPACE) or sampled[-1:] != b" ":
+            return b""
+        is_whole, is_cut = (self._first_token(sampled + rest + following) == sampled for rest in (b"", b" "))
+        return b" " if is_cut and not is_whole else b""
+
+    def _first_token(self, text: bytes) -> bytes:
+        """Return the text of the first token that the tokenizer writes for `text`."""
+        encoded = self._encode(text.decode(errors="ignore"))
+        return self._endings.text_of(encoded[0]) if encoded else b""
 
     def _up_to_separator(self, token_id: int) -> int:
         """Return a token that ends at the first separator of this one.
@@ -89,18 +119,32 @@ class ForcedText:
         shorter = self._endings.id_of(text[:end])
         return token_id if shorter is None else shorter
 
-    def _as_the_tokenizer_writes(self, token_ids: list[int]) -> list[int]:
-        """Return the tokenizer's own tokens for the text of `token_ids`, or `token_ids` if they do not give that text."""
+    def _as_the_model_writes(self, token_ids: list[int], sampled: bytes) -> list[int]:
+        """Return the tokenizer's own tokens for the text of `token_ids`, or `token_ids` if they do not give that text.
+
+        `sampled` is the text before them.
+        """
         texts = [self._endings.text_of(token_id) for token_id in token_ids]
         num_texts = next((i for i, text in enumerate(texts) if not text), len(texts))  # a stop token has no text
         forced = b"".join(texts[:num_texts])
         try:
-            encoded = self._encode(forced.decode())
+            encoded = [token_id for part in _parts(forced, sampled) for token_id in self._encode(part.decode())]
         except UnicodeDecodeError:  # it was cut within a character
             return token_ids
         if b"".join(map(self._endings.text_of, encoded)) != forced:
             return token_ids
         return encoded + token_ids[num_texts:]
+
+
+def _parts(forced: bytes, sampled: bytes) -> list[bytes]:
+    """Split forced text where models begin a new token, even if the tokenizer has one for the text around it.
+
+    A closing bracket on a line of its own is usually followed by a line break. So models write it as a token of its own,
+    also where another one follows.
+    """
+    ends = [found.end() - len(sampled) for found in _FIRST_CLOSER.finditer(sampled + forced)]
+    borders = [0, *(end for end in ends if end > 0), len(forced)]
+    return [forced[start:end] for start, end in pairwise(borders)]
 
 
 def _only_token(mask: Mask) -> int | None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class LazyGrammars:
-    """`prepare` and `warm_up` can be called from several threads, `matcher` only from the engine's thread."""
+    """`prepare` and `warm_up` can be called from several threads, `matcher` and `forced_start` only from the engine's
+    thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder = folder
@@ -34,6 +35,9 @@ class LazyGrammars:
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> Matcher:
         return self._get().matcher(spec, token_ids, max_tokens)
+
+    def forced_start(self, spec: GrammarSpec) -> Sequence[int]:
+        return self._get().forced_start(spec)
 
     def warm_up(self) -> None:
         self._get().warm_up()

@@ -36,6 +36,7 @@ class PreparedGrammar:
     num_bytes: int
     allows_text: bool = False  # the output may be free text, which the token limit may cut
     inputs: tuple[PreparedInput, ...] = ()  # of the custom tools that the output may call
+    forced_start: tuple[int, ...] = ()  # tokens that an output most likely begins with, because nothing else may
 
 
 class XGrammarMatcher:
