@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from stoker.base.bound_socket import bound_socket
 from stoker.base.errors import ConfigError
-from stoker.cli.serving import listen
 from stoker.up.footprint import footprint_words
 from stoker.up.placement.local import LocalPlacement
 from stoker.up.placement.ray_placement import RayPlacement
@@ -70,7 +70,7 @@ def test_a_worker_on_several_nodes_gets_a_head() -> None:
 
 def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:
     pytest.importorskip("ray")
-    with listen("127.0.0.1", 0) as bound:  # no process listens there
+    with bound_socket("127.0.0.1", 0) as bound:  # no process listens there
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"up.ray_address='{address}' cannot be reached: .*Connection refused"):
             RayPlacement(address, LocalPlacement({}))
