@@ -145,7 +145,8 @@ def _device(name: str | None) -> torch.device:
         raise ConfigError(f"device={name!r}: must be cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise ConfigError(f"device={name!r}: torch finds {num_gpus} CUDA devices on this machine")
-    return device
+    # torch.cuda.set_device and comparisons with the device of a tensor need its number.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _steps_ahead(settings: EngineSettings, on_cpu: bool) -> int:
