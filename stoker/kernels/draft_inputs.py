@@ -27,7 +27,8 @@ def next_tokens_ref(
     following = torch.arange(1, len(token_ids) + 1, device=token_ids.device).clamp(max=len(token_ids) - 1)
     is_next = (token_rows[following] == token_rows) & (positions[following] == positions + 1) & (positions >= 0)
     found = torch.where(is_next, token_ids[following], row_tokens[token_rows, NEXT])
-    samples = (heads[2] > 0) & (sampled >= 0)
+    # What was sampled after a draft that does not exist is undefined.
+    samples = (heads[2] > 0) & (sampled >= 0) & (positions[heads[0]] >= 0)
     # A token may be the head of padding too, so only heads that sample are written.
     return found.index_copy_(0, heads[0][samples], sampled[samples])
 
@@ -49,12 +50,14 @@ def _next_tokens(
 
 
 @triton.jit
-def _put_sampled(heads, sampled, found, count, BLOCK: tl.constexpr):
+def _put_sampled(heads, sampled, positions, found, count, BLOCK: tl.constexpr):
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = number < count
     token_id = tl.load(sampled + number, mask=inside, other=-1)
+    token = tl.load(heads + number, mask=inside, other=0)
     samples = (tl.load(heads + 2 * count + number, mask=inside, other=0) > 0) & (token_id >= 0)
-    tl.store(found + tl.load(heads + number, mask=samples, other=0), token_id, mask=samples)
+    samples &= tl.load(positions + token, mask=inside, other=-1) >= 0
+    tl.store(found + token, token_id, mask=samples)
 
 
 def next_tokens_triton(
@@ -67,7 +70,7 @@ def next_tokens_triton(
     )  # fmt: skip
     if num_heads:
         block = min(256, next_power_of_2(num_heads))
-        _put_sampled[(-(-num_heads // block),)](heads, sampled, found, num_heads, BLOCK=block, num_warps=1)
+        _put_sampled[(-(-num_heads // block),)](heads, sampled, positions, found, num_heads, BLOCK=block, num_warps=1)
     return found
 
 

@@ -325,8 +325,11 @@ def draft_inputs(
     device, all_rows = heads.device, len(row_tokens[0])
     token_rows = torch.zeros_like(token_ids)
     token_rows[heads[0].where(heads[3] >= 0, 0)] = heads[1]
-    following = (token_rows, token_ids, positions, heads, sampled, row_tokens[0])
-    assert torch.equal(next_tokens_triton(*following), next_tokens_ref(*following))
+    undefined = sampled.where(positions[heads[0]] >= 0, 1 << 40)
+    following = (token_rows, token_ids, positions, heads, undefined, row_tokens[0])
+    found = next_tokens_triton(*following)
+    assert torch.equal(found, next_tokens_ref(*following))
+    assert int(found.max()) < 1 << 40, "a token that was not sampled is used"
     table = torch.randint(0, 900, (all_rows + 1, 8), device=device)
     table[:, -1] = torch.randint(0, 8, (all_rows + 1,), device=device)
     padded = [torch.cat([rows, rows[:1]]) for rows in row_tokens]
