@@ -25,7 +25,7 @@ from stoker.kernels.quant_skinny import (
     int4_part_sums,
     quant_rows_linear,
 )
-from stoker.kernels.skinny import KIND, few_rows_linear, part_sums
+from stoker.kernels.skinny import KIND, added, few_rows_linear, part_sums
 
 # A product and a sum would round once instead of twice, but only in those kernels where they follow each other.
 _OPTIONS = {"enable_fp_fusion": False}
@@ -63,7 +63,7 @@ def _place(num_rows, num_outs, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROU
 def _put(sums, out, row, made, num_rows, num_outs, ADD: tl.constexpr):
     place, is_mine = out + row * num_outs + made, (row < num_rows) & (made < num_outs)
     if ADD:
-        sums += tl.load(place, mask=is_mine, other=0.0).to(tl.float32)
+        sums = added(sums, tl.load(place, mask=is_mine, other=0.0).to(tl.float32))
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_mine)
 
 
@@ -83,7 +83,7 @@ def _many_rows(
     else:
         sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
         for split in range(SPLITS):
-            sums += part_sums(x, weight, made, row, is_made, is_row, split, INS, PART, BLOCK_IN, SPLITS)
+            sums = added(sums, part_sums(x, weight, made, row, is_made, is_row, split, INS, PART, BLOCK_IN, SPLITS))
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     _put(sums, out, row, made, num_rows, num_outs, ADD)
@@ -109,7 +109,7 @@ def _many_fp8_rows(
         if SPLITS == 1:
             sums = part
         else:
-            sums += part
+            sums = added(sums, part)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     _put(sums, out, row, made, num_rows, num_outs, ADD)
@@ -135,7 +135,7 @@ def _many_int4_rows(
         if SPLITS == 1:
             sums = part
         else:
-            sums += part
+            sums = added(sums, part)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     _put(sums, out, row, made, num_rows, num_outs, ADD)

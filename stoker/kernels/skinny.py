@@ -115,8 +115,15 @@ def put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS
     if is_last:
         place, is_mine = out + row * num_outs + made, (row < num_rows) & (made < num_outs)
         if ADD:
-            sums += tl.load(place, mask=is_mine, other=0.0).to(tl.float32)
+            sums = added(sums, tl.load(place, mask=is_mine, other=0.0).to(tl.float32))
         tl.store(place, sums.to(out.dtype.element_ty), mask=is_mine)
+
+
+@triton.jit
+def added(sums, more):
+    """Return sums + more. If `sums` comes from one tl.dot, Triton would turn the sum into the start of that matmul, which is
+    rounded differently. Whether it comes from one depends on the tile. It does not do that to a difference."""
+    return sums - (-more)
 
 
 @triton.jit
