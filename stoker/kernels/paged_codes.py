@@ -89,7 +89,8 @@ def _attend_block(
     else:
         new_unit = tl.maximum(unit, tl.max(value_scale, 0))
         weight = (weight * (value_scale / new_unit)[None, :]).to(even.dtype)
-    fade = (fade * (unit / new_unit))[:, None]
+    # The quotient of equal numbers may be rounded. A block that a row does not see has to leave the row's bits alone.
+    fade = (fade * tl.where(unit == new_unit, 1.0, unit / new_unit))[:, None]
     value_even, value_odd = halves(values, even.dtype, INT8)
     found_even = tl.dot(weight, value_even, found_even * fade, input_precision="ieee")
     found_odd = tl.dot(weight, value_odd, found_odd * fade, input_precision="ieee")
