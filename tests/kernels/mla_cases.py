@@ -187,13 +187,13 @@ def spans_of_all_kinds(shape: LatentShape, device: torch.device, dtype: torch.dt
             close(found, world.expected(span))
 
 
-def split_spans(shape: LatentShape, contexts: int, device: torch.device, dtype: torch.dtype) -> None:
+def split_spans(shape: LatentShape, contexts: int, device: torch.device, dtype: torch.dtype, length: int = 300) -> None:
     """Ranks that split the context find together what one rank finds, with keys that are split among programs too, and with
     tokens of which some ranks have no key."""
-    world = LatentWorld([300, 45, 17, 1], shape, 16 * contexts, device, dtype)
-    decoding = [LatentSpan(0, 299, 1), LatentSpan(2, 16, 1, slack=40), LatentSpan(3, 0, 1)]
-    verifying = [LatentSpan(0, 250, 2, slack=20), LatentSpan(1, 14, 3, num_padding=1)]
-    chunks = [LatentSpan(0, 270, 4), LatentSpan(1, 14, 5)]
+    world = LatentWorld([length, 45, 17, 1], shape, 16 * contexts, device, dtype)
+    decoding = [LatentSpan(0, length - 1, 1), LatentSpan(2, 16, 1, slack=40), LatentSpan(3, 0, 1)]
+    verifying = [LatentSpan(0, length - 50, 2, slack=20), LatentSpan(1, 14, 3, num_padding=1)]
+    chunks = [LatentSpan(0, length - 30, 4), LatentSpan(1, 14, 5)]
     cases = ((decoding, False, False), (verifying, False, True), (chunks, True, False))
     for spans, as_tiles, exact in cases:
         found = world.attend(spans, as_tiles=as_tiles, exact=exact, contexts=contexts)
@@ -233,11 +233,16 @@ def spans_over_codes(
 
 
 def split_codes(
-    shape: LatentShape, contexts: int, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    shape: LatentShape,
+    contexts: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    length: int = 150,
 ) -> None:
     """Like `split_spans`, but few."""
-    world = LatentWorld([150, 17], shape, 16 * contexts, device, dtype, kv_dtype)
-    spans = [LatentSpan(0, 149, 1), LatentSpan(1, 3, 1, slack=10)]
+    world = LatentWorld([length, 17], shape, 16 * contexts, device, dtype, kv_dtype)
+    spans = [LatentSpan(0, length - 1, 1), LatentSpan(1, 3, 1, slack=10)]
     for span, tokens in zip(spans, world.attend(spans, as_tiles=False, contexts=contexts), strict=True):
         close(tokens, world.expected(span))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -150,8 +151,10 @@ def _process(pipe: Connection, setup: ServerSetup) -> None:
 
 class RemoteServer:
     def __init__(self, setup: ServerSetup) -> None:
-        self._pipe, theirs = FORKED.Pipe()
-        self.process = FORKED.Process(target=_process, args=(theirs, setup), daemon=True)
+        # A process that was forked cannot use a GPU.
+        context = FORKED if setup.device == "cpu" else multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_process, args=(theirs, setup), daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.poll(PATIENCE_S), "the server does not start"
