@@ -19,7 +19,8 @@ _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 @DRAFTERS.register("oracle")
 class OracleDrafter:
-    """Proposes known answers. The guess at a position is wrong or right by a hash, the same in every run."""
+    """Proposes known answers. The guess at a position is wrong or right by a hash of prompt and position, the same in every
+    run. It differs by prompt, so that the sequences of a batch do not accept the same number of drafts in each step."""
 
     def __init__(self, parts: DrafterParts) -> None:
         try:
@@ -29,25 +30,26 @@ class OracleDrafter:
         if not 0.0 <= self._rate <= 1.0:
             raise ConfigError(f"--drafter oracle:{parts.argument}: the acceptance rate must be a number from 0 to 1")
         self._vocab_size = parts.vocab_size
-        self._answers: OrderedDict[tuple[BlockKey, int], list[int]] = OrderedDict()  # by prompt and seed
+        # The guesses by prompt and seed. They are made when an answer ends, so that a proposal takes little of a step's time.
+        self._guesses: OrderedDict[tuple[BlockKey, int], list[int]] = OrderedDict()
 
     def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
-        answer = self._answers.get(_key(seq))
-        if answer is None:
-            return []
+        guesses = self._guesses.get(_key(seq), [])
         start = len(seq.token_ids) - seq.request.num_prompt
-        guesses = answer[start : start + max_tokens]
-        return [self._guess(token_id, start + i) for i, token_id in enumerate(guesses)]
+        return guesses[start : start + max_tokens]
 
     def ended(self, seq: Sequence) -> None:
         if seq.has_output:
-            self._answers[_key(seq)] = seq.token_ids[seq.request.num_prompt :]
-            if len(self._answers) > _MAX_ANSWERS:
-                self._answers.popitem(last=False)
+            key = _key(seq)
+            first = int.from_bytes(key[0][:8], "little")
+            answer = seq.token_ids[seq.request.num_prompt :]
+            self._guesses[key] = [self._guess(token_id, first + i) for i, token_id in enumerate(answer)]
+            if len(self._guesses) > _MAX_ANSWERS:
+                self._guesses.popitem(last=False)
 
-    def _guess(self, token_id: int, position: int) -> int:
+    def _guess(self, token_id: int, number: int) -> int:
         """Return the token, or a wrong one that does not end the tape (see DraftTape)."""
-        mixed = ((position + 1) * _FACTOR) & _WORD
+        mixed = ((number + 1) * _FACTOR) & _WORD
         mixed = ((mixed ^ (mixed >> 29)) * _FACTOR) & _WORD
         is_right = mixed >> 11 < self._rate * 2.0**53
         return token_id if is_right else ~((token_id + 1) % self._vocab_size)
