@@ -15,7 +15,7 @@ from stoker.engine.ranks.place import RankPlace, compare_ranks, find_place
 from stoker.models.family import ModelFamily
 from stoker.parallel.collectives import Collectives
 from stoker.parallel.gloo import GlooWorld
-from stoker.parallel.ipc_sum import IpcCollectives
+from stoker.parallel.ipc import IpcCollectives
 from stoker.parallel.nccl import NcclWorld
 
 _TIMEOUT_S = 60.0  # for a rank to arrive, after all of them have been started
