@@ -250,6 +250,15 @@ class RankSettings:
         ge=1,
         le=64,
     )
+    per_gpu: int = setting(
+        1,
+        "Ranks that share each GPU, and its memory in equal parts, to try a layout on a machine with fewer GPUs. It is slower than "
+        "one rank per GPU. Start NVIDIA MPS, or the ranks take turns on the GPU. All ranks must be on one machine.",
+        flag="--ranks-per-gpu",
+        metavar="N",
+        ge=1,
+        le=8,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "ranks")
@@ -399,6 +408,16 @@ class EngineSettings:
             raise ConfigError(
                 f"--tp {self.ranks.tp} --pp {self.ranks.pp} makes {num_ranks} ranks, which cannot be divided over --nodes "
                 f"{self.nodes.count}: every node has the same number of ranks"
+            )
+        if num_ranks % self.ranks.per_gpu:
+            raise ConfigError(
+                f"--tp {self.ranks.tp} --pp {self.ranks.pp} makes {num_ranks} ranks, which --ranks-per-gpu "
+                f"{self.ranks.per_gpu} cannot put on GPUs in equal numbers"
+            )
+        if self.ranks.per_gpu > 1 and self.nodes.count > 1:
+            raise ConfigError(
+                f"--ranks-per-gpu {self.ranks.per_gpu} with --nodes {self.nodes.count}: ranks share GPUs only if all are on one "
+                "machine; leave out one of the two"
             )
 
     @property

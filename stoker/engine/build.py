@@ -117,7 +117,7 @@ def build_engine(
     family = family_of(hf, str(folder / "config.json"))
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
-        memory = MemoryTable(resolved.device)
+        memory = MemoryTable(resolved.device, settings.ranks.per_gpu)
     ranks = ranks or (NoRanks() if resolved.layout.num_ranks == 1 else RankProcesses())
     with ExitStack() as undo:
         undo.callback(ranks.close)

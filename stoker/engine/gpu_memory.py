@@ -93,12 +93,13 @@ class MemoryLine:
 class MemoryTable:
     """Planned and used bytes, line by line. Used is the decrease of free memory since the line before. Empty on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, ranks_per_gpu: int = 1) -> None:
+        """Of a GPU that ranks share, only this process's allocations are counted: the others allocate meanwhile."""
+        self._device, self._sharers = device, ranks_per_gpu
         self.lines: list[MemoryLine] = []
         self._free_bytes = 0
         if device.type == "cuda":
-            self._free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            self._free_bytes, total_bytes = self._measure()
             used_bytes = total_bytes - self._free_bytes
             self.lines.append(MemoryLine("context and others", used_bytes, used_bytes))
 
@@ -120,6 +121,14 @@ class MemoryTable:
             self.lines.append(MemoryLine("reserve", reserve_bytes, self._free_bytes))
 
     def _add(self, name: str, planned_bytes: int) -> None:
-        free_bytes, _total = torch.cuda.mem_get_info(self._device)
+        free_bytes, _total = self._measure()
         self.lines.append(MemoryLine(name, planned_bytes, self._free_bytes - free_bytes))
         self._free_bytes = free_bytes
+
+    def _measure(self) -> tuple[int, int]:
+        """Return the free and the total bytes of this rank's part of the GPU."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        if self._sharers == 1:
+            return free_bytes, total_bytes
+        part = total_bytes // self._sharers
+        return part - CONTEXT_BYTES - torch.cuda.memory_reserved(self._device), part

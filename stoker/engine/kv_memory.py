@@ -146,11 +146,13 @@ def _budget(settings: EngineSettings, resolved: ResolvedSettings, working: Worki
 
 
 def _free_bytes(settings: EngineSettings, resolved: ResolvedSettings) -> int:
-    """Return the GPU memory that this process may still take."""
-    free = torch.cuda.mem_get_info(resolved.device)[0]
+    """Return the GPU memory that this process may still take. Ranks that share a GPU measure it when all of them have loaded
+    their weights and none has allocated KV (part.py), and get equal parts of it."""
+    sharers = settings.ranks.per_gpu
+    free = torch.cuda.mem_get_info(resolved.device)[0] // sharers
     if settings.kv.gpu_memory_gib is not None:
         taken = CONTEXT_BYTES + torch.cuda.memory_reserved(resolved.device)
-        free = min(free, int(settings.kv.gpu_memory_gib * _GIB) - taken)
+        free = min(free, int(settings.kv.gpu_memory_gib * _GIB) // sharers - taken)
     return free
 
 

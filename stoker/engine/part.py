@@ -198,10 +198,13 @@ def _make_kv(
     place: RankPlace,
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step, on every rank."""
+    if settings.ranks.per_gpu > 1:
+        place.agree_on(0)  # all ranks of a GPU have loaded their weights before one of them measures what is free
     layout = kv_layout(family, resolved, place.shard)
     partial_bytes = 0
     if resolved.exact and resolved.device.type == "cuda":
-        partial_bytes = _partial_bytes(family, resolved, layout, draft)
+        free_bytes = torch.cuda.mem_get_info(resolved.device)[0] // settings.ranks.per_gpu
+        partial_bytes = _partial_bytes(family, resolved, layout, draft, free_bytes)
     bytes_per_token = model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token)
     working = working_memory(family, resolved, place.shard, bytes_per_token, draft, partial_bytes)
     group = None if draft is None else draft.kv_group
@@ -246,10 +249,12 @@ def max_context(resolved: ResolvedSettings, kv: DeviceKv) -> int:
     return min(resolved.max_model_tokens, kv.sets[0].num_blocks * resolved.block_tokens)
 
 
-def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, draft: LoadedDraft | None) -> int:
+def _partial_bytes(
+    family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, draft: LoadedDraft | None, free_bytes: int
+) -> int:
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
-    most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // min(one.layout.block_bytes for one in layout.sets)
+    most_blocks = free_bytes // min(one.layout.block_bytes for one in layout.sets)
     groups = [(shape.num_heads * layout.num_parts, group) for group in layout.groups]
     if draft is not None:
         groups.append((draft.num_heads, draft.kv_group))

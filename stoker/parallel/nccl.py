@@ -34,7 +34,6 @@ class NcclWorld:
 class NcclCollectives:
     def __init__(self, store: Any, rank: int, num_ranks: int, device: torch.device) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        torch.cuda.set_device(device)
         self._group = dist.ProcessGroupNCCL(store, rank, num_ranks)
         # The first operation makes the communicator, which must not happen while a graph is captured.
         self.sum(torch.zeros(1, device=device))

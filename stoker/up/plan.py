@@ -63,7 +63,7 @@ class FleetPart:
     env: Mapping[str, str] = field(default_factory=dict)
     health_url: str | None = None  # asked while the part runs; None: it is not asked
     nodes: int = 1  # machines that its ranks are divided over
-    ranks_per_node: int = 1
+    gpus_per_node: int = 1
     device: str | None = None
     files: Mapping[str, Path] = field(default_factory=dict)  # whose names in the command become their paths
     spare: bool = False  # it starts when the autoscaler wants it
@@ -286,7 +286,7 @@ class Planner:
             stop_s=options["drain_s"] + _AFTER_DRAIN_S,
             env=workers.env,
             nodes=nodes,
-            ranks_per_node=options.get("tp", 1) * options.get("pp", 1) // nodes,
+            gpus_per_node=options.get("tp", 1) * options.get("pp", 1) // nodes // options.get("ranks_per_gpu", 1),
             device=options.get("device"),
             files={SECRET_FILE: self.paths.secret_file},
             spare=spare,

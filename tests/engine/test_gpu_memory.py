@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import SHAPE
 
-from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.config import EngineSettings, KvSettings, RankSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.gpu_memory import MemoryTable, WorkingMemory
 from stoker.engine.kv_memory import blocks_per_set
@@ -83,9 +83,11 @@ def test_there_is_memory_for_penalties_in_every_row(rows: int) -> None:
     assert step + logits + tables <= working.arena_bytes + working.reserve_bytes // 2
 
 
-def blocks_on_gpu(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> int:
+def blocks_on_gpu(
+    free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch, ranks: RankSettings | None = None
+) -> int:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 80 * GIB))
-    settings = EngineSettings(device="cpu", kv=kv)
+    settings = EngineSettings(device="cpu", kv=kv, ranks=ranks or RankSettings())
     resolved = replace(resolve(settings, family_of(LLAMA_8B, "here").shape), device=torch.device("cuda"))
     (blocks,) = blocks_per_set(settings, resolved, KvLayout.of(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
     return blocks
@@ -142,6 +144,30 @@ def test_on_a_shared_gpu_kv_gets_the_rest_of_the_engines_part(monkeypatch: pytes
     )
     with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
         blocks_on_gpu(60.0, KvSettings(gpu_memory_gib=18.0), monkeypatch)
+
+
+def test_ranks_of_one_gpu_get_equal_parts_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)  # this rank's weights
+    four = RankSettings(tp=4, per_gpu=4)
+    assert blocks_on_gpu(4 * 12.5, KvSettings(), monkeypatch, four) == 10 * GIB // (8 * MIB)
+    of_worker = KvSettings(gpu_memory_gib=4 * (15 + 10 + 2.5 + 640 / 1024))
+    assert blocks_on_gpu(60.0, of_worker, monkeypatch, four) == 10 * GIB // (8 * MIB)
+
+
+def test_the_memory_table_of_a_shared_gpu_counts_this_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = [0]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))  # the other ranks allocate too
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    table = MemoryTable(torch.device("cuda"), 4)
+    reserved[0] = 3 * GIB
+    table.add_line("weights", 3 * GIB)
+    table.add_reserve(GIB)
+    assert [(line.name, line.used_bytes) for line in table.lines] == [
+        ("context and others", 640 * MIB),
+        ("weights", 3 * GIB),
+        ("reserve", 17 * GIB - 640 * MIB),
+    ]
 
 
 def test_kv_that_leaves_no_working_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

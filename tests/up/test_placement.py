@@ -50,9 +50,14 @@ def test_a_placed_worker_learns_its_address_where_it_runs() -> None:
     assert found["--gateway"] == "http://127.0.0.1:8000"
     assert "--head" not in found
     assert "--offline" not in found
-    assert (part.nodes, part.ranks_per_node) == (1, 2)
+    assert (part.nodes, part.gpus_per_node) == (1, 2)
     assert part.uses_gpus(False)
     assert "worker" not in plan.gateway_table  # they register themselves
+
+
+def test_ranks_that_share_gpus_need_fewer_of_them() -> None:
+    plan = plan_of(config_of(f"{RAY}[[workers]]\ntp = 4\nranks_per_gpu = 2"))
+    assert next(part for part in plan.parts if part.name == "unified-0").gpus_per_node == 2
 
 
 def test_workers_elsewhere_use_no_memory_of_this_machine() -> None:
@@ -64,7 +69,7 @@ def test_a_worker_on_several_nodes_gets_a_head() -> None:
     part = next(part for part in plan.parts if part.name == "unified-0")
     found = flags(plan, "unified-0")
     assert (found["--head"], found["--node-rank"], found["--nodes"]) == (HEAD, NODE_RANK, "2")
-    assert (part.nodes, part.ranks_per_node) == (2, 2)
+    assert (part.nodes, part.gpus_per_node) == (2, 2)
     assert [part.uses_gpus(are_there) for are_there in (False, True)] == [False, True]
 
 

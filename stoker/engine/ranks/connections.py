@@ -7,6 +7,8 @@ import socket
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
+
 from stoker.base.config import EngineSettings
 from stoker.engine.memory import ResolvedSettings
 from stoker.engine.model_identity import model_digest
@@ -15,8 +17,9 @@ from stoker.engine.ranks.place import RankPlace, compare_ranks, find_place
 from stoker.models.family import ModelFamily
 from stoker.parallel.collectives import Collectives
 from stoker.parallel.gloo import GlooWorld
-from stoker.parallel.ipc_sum import IpcCollectives
+from stoker.parallel.ipc import IpcCollectives
 from stoker.parallel.nccl import NcclWorld
+from stoker.parallel.through_host import HostCollectives
 
 _TIMEOUT_S = 60.0  # for a rank to arrive, after all of them have been started
 
@@ -58,9 +61,12 @@ def connect_ranks(
         on_host = world.group(name, ranks)
         groups.append(on_host)
         if resolved.device.type == "cuda":
-            groups.append(NcclWorld(world, resolved.device).group(name, ranks))
+            torch.cuda.set_device(resolved.device.index or 0)
+            per_gpu = settings.ranks.per_gpu
+            nccl = NcclWorld(world, resolved.device)
+            groups.append(nccl.group(name, ranks) if per_gpu == 1 else HostCollectives(on_host))
             if len({one // settings.ranks_per_node for one in ranks}) == 1:  # on one machine
-                groups.append(IpcCollectives(groups[-1], on_host, resolved.device))
+                groups.append(IpcCollectives(groups[-1], on_host, resolved.device, per_gpu))
         return groups[-1]
 
     return RankConnections(find_place(rank, family, resolved, make_group, control), tuple(groups), world)

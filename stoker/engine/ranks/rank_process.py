@@ -67,7 +67,7 @@ def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable
     settings = settings_from(EngineSettings, arguments["settings"])
     hf = read_hf_config(folder)
     family = family_of(hf, str(folder / "config.json"))
-    resolved = rank_device(resolve(settings, family.shape), rank % settings.ranks_per_node)
+    resolved = rank_device(resolve(settings, family.shape), rank % settings.ranks_per_node, settings.ranks.per_gpu)
     cache_dir = arguments["cache_dir"]
     draft = open_chosen_draft(resolved.drafters, folder, family)
     source = ModelSource(
@@ -111,15 +111,15 @@ def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable
             loop.execute(frame)
 
 
-def rank_device(resolved: Any, rank: int) -> Any:
-    """Return the settings with the rank's own GPU. Rank 0 has the first."""
+def rank_device(resolved: Any, rank: int, ranks_per_gpu: int = 1) -> Any:
+    """Return the settings with the GPU of a rank of this machine. Rank 0 has the first."""
     from dataclasses import replace
 
     import torch
 
     if resolved.device.type != "cuda":
         return resolved
-    return replace(resolved, device=torch.device("cuda", (resolved.device.index or 0) + rank))
+    return replace(resolved, device=torch.device("cuda", (resolved.device.index or 0) + rank // ranks_per_gpu))
 
 
 def settings_from(cls: type[T], table: Mapping[str, Any]) -> T:

@@ -96,7 +96,7 @@ class RayPart:
         part, ray = self._part, self._ray
         needs: dict[str, float] = {"CPU": 1}
         if part.uses_gpus(bool(ray.cluster_resources().get("GPU"))):
-            needs["GPU"] = part.ranks_per_node
+            needs["GPU"] = part.gpus_per_node
         options: dict[str, Any] = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
         if part.nodes > 1:
             self._group = ray.util.placement_group([needs] * part.nodes, strategy="STRICT_SPREAD")

@@ -1,6 +1,6 @@
-"""Sums between the GPUs of one machine through CUDA IPC: each rank reads the others' memory in one kernel
-(kernels/rank_sum.py). Faster than NCCL for the small sums of decoding, in the order of the ranks, and it can be captured in
-CUDA graphs.
+"""Collectives between the GPUs of one machine through CUDA IPC: each rank reads the others' memory in one kernel
+(kernels/rank_sum.py, rank_gather.py). Faster than NCCL for the small tensors of decoding, in the order of the ranks, and the
+kernels can be captured in CUDA graphs.
 
 Not yet run: no machine with several GPUs has been available.
 """
@@ -13,45 +13,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels.rank_sum import BLOCK, rank_sum_triton
-from stoker.parallel.collectives import Collectives, Transfer
+from stoker.kernels.rank_exchange import ExchangeRoom, buffer_bytes, max_programs
+from stoker.kernels.rank_gather import rank_gather_triton
+from stoker.kernels.rank_sum import SUMMED_DTYPES, rank_sum_triton
+from stoker.parallel.collectives import Collectives, Transfer, sum_in_order
 
-_ROOM_VALUES = 512 << 10  # 64 rows of 8,192 values; larger sums are bound by bandwidth, where NCCL is as fast
+_SMALL_BYTES = 1 << 20  # 64 rows of 8,192 values; larger tensors are bound by bandwidth, where NCCL is as fast
 _HANDLE_BYTES = 4096
 _BYTES = (0, 3, 5)  # the parts of torch's description of shared memory that are bytes
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class IpcCollectives:
-    """The collectives of `others`, with small sums through shared memory. `control` is the same group on the host."""
+    """The collectives of `others`, with small tensors through shared memory. `control` is the same group on the host.
 
-    def __init__(self, others: Collectives, control: Collectives, device: torch.device) -> None:
+    If ranks share a GPU, all tensors go through shared memory, but those that one rank sends to one other.
+    """
+
+    def __init__(self, others: Collectives, control: Collectives, device: torch.device, ranks_per_gpu: int = 1) -> None:
         self._others = others
         self.rank, self.num_ranks = others.rank, others.num_ranks
-        num_flags = _ROOM_VALUES // BLOCK
-        # In float32's size, for any dtype: two halves of values, then the flags.
-        self._own = torch.zeros(2 * _ROOM_VALUES + num_flags, dtype=torch.int32, device=device)
-        self._epochs = torch.zeros(num_flags, dtype=torch.int32, device=device)
+        self._takes_all = ranks_per_gpu > 1
+        programs = max_programs(ranks_per_gpu)
+        num_values = buffer_bytes(programs) // 4
+        self._own = torch.zeros(num_values + programs, dtype=torch.int32, device=device)  # the slots, then the flags
+        torch.cuda.synchronize(device)  # flags are 0 before another rank can read them
         self._opened = [
             self._own if rank == self.rank else _open(handle, self._own)
             for rank, handle in enumerate(_exchange(_share(self._own), control))
         ]
-        firsts = [one.data_ptr() for one in self._opened]
-        self._buffers = torch.tensor(firsts, device=device)
-        self._flags = self._buffers + 2 * _ROOM_VALUES * self._own.element_size()
+        buffers = torch.tensor([one.data_ptr() for one in self._opened], device=device)
+        epochs = torch.zeros(programs, dtype=torch.int32, device=device)
+        self._room = ExchangeRoom(buffers, buffers + 4 * num_values, epochs, self.rank, programs)
 
     def gather(self, x: Tensor) -> list[Tensor]:
+        if self._takes(x):
+            return list(rank_gather_triton(x, self._room))
         return self._others.gather(x)
 
     def sum(self, x: Tensor) -> Tensor:
-        if x.numel() > _ROOM_VALUES or x.dtype not in _DTYPES:
+        if not self._takes(x):
             return self._others.sum(x)
-        # The halves of the buffer begin at the same bytes for every dtype: sums of several dtypes follow each other.
-        room = _ROOM_VALUES * self._own.element_size() // x.element_size()
-        return rank_sum_triton(x.contiguous(), self._buffers, self._flags, self._epochs, room, self.rank)
+        if x.dtype not in SUMMED_DTYPES:
+            return sum_in_order(self.gather(x))
+        return rank_sum_triton(x.contiguous(), self._room)
 
     def swap(self, x: Tensor) -> list[Tensor]:
-        return self._others.swap(x)
+        if not self._takes_all:
+            return self._others.swap(x)
+        return [sent[self.rank] for sent in self.gather(x)]
 
     def send(self, x: Tensor, rank: int) -> Transfer:
         return self._others.send(x, rank)
@@ -61,6 +70,9 @@ class IpcCollectives:
 
     def close(self) -> None:
         self._others.close()
+
+    def _takes(self, x: Tensor) -> bool:
+        return self._takes_all or x.nbytes <= _SMALL_BYTES
 
 
 def _share(x: Tensor) -> bytes:
