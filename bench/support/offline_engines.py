@@ -85,7 +85,12 @@ class VllmEngine:
 
 
 def _kv_bytes_per_token(config: dict[str, Any]) -> int:
-    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(config["head_dim"])
+    """Return the bytes of one token's KV in 16 bits. With latent attention, a layer keeps one latent and one rotated key."""
+    if config.get("kv_lora_rank"):
+        width = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+    else:
+        width = 2 * int(config["num_key_value_heads"]) * int(config["head_dim"])
+    return 2 * int(config["num_hidden_layers"]) * width
 
 
 class SglangEngine:
