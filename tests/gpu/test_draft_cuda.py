@@ -23,6 +23,7 @@ from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.engine.llm import LLM
 from stoker.kernels.row_tokens import LENGTH, MODEL, NEXT
 from stoker.sched.request import SamplingParams
+from stoker.train.evaluate import EveryDraft
 from tests.gpu.test_engine_cuda import CONFIG, DEVICE, make_folder
 
 HIDDEN, HEADS, KV_HEADS, DIM, MLP, VOCAB, DRAFT_VOCAB = 128, 4, 4, 32, 160, 997, 300
@@ -65,7 +66,8 @@ def run(
     )  # fmt: skip
     prompts = [[(7 * number + 13 * at) % VOCAB for at in range(1 + 9 * number)] for number in range(12)]
     sampling = [SamplingParams(temperature=temperature, seed=number) for number in range(12)]
-    llm = LLM(folder, settings)
+    # Which drafts the controller verifies depends on measured times.
+    llm = LLM(folder, settings, wrap_drafting=lambda drafting: drafting if drafter == "off" else EveryDraft(drafting))
     runner, guesses = llm.built.engine._runner, {}
     launch = runner.launch
 
