@@ -25,7 +25,9 @@ from stoker.sched.draft_tape import max_heads
 from stoker.sched.plan import StepPlan
 
 # Captured sizes: rows of decode-only steps, and tokens of steps with prefill. The most useful ones are captured first.
-_ROWS_FIRST, _ROWS = (256, 64, 8, 1), (1024, 768, 512, 384, 192, 128, 96, 48, 32, 24, 16, 12, 4, 2)
+# Small steps are hardly padded: in a model with experts, each token of padding reads the weights of experts of its own.
+_ROWS_FIRST = (256, 64, 8, 1)
+_ROWS = (1024, 768, 512, 384, 192, 128, 96, 48, 32, 28, 24, 20, 16, 14, 12, 10, 7, 6, 5, 4, 3, 2)
 _TOKENS_FIRST = (2048, 1024, 256, 64)
 _TOKENS = (8192, 7168, 6144, 5120, 4096, 3584, 3072, 2560, 1792, 1536, 1280, 896, 768, 640, 512, 448, 384, 320, 192, 128, 96,
            32, 16)  # fmt: skip
