@@ -13,7 +13,7 @@ import torch
 from test_handoff_engine import engine, hand_over, request
 from test_handoff_engine import settings as handoff_settings
 from test_schedules import VOCAB, random_request, run
-from test_speculation import requests, with_predictions
+from test_speculation import StartGrammars, requests, with_predictions
 from test_speculation import settings as drafting
 from tiny import make_tiny
 
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def alone(folder: Path, wanted: list[GenerateRequest]) -> dict[str, LLMOutput]:
-    with closing(LLM(folder, drafting("off", max_rows=1))) as llm:
+    with closing(LLM(folder, drafting("off", max_rows=1), grammars=StartGrammars())) as llm:
         return run(llm, [(0, one) for one in wanted], {})
 
 
@@ -43,7 +43,8 @@ def test_any_schedule_gives_the_same_tokens(folder: Path, drafter: str, num_bloc
     rng = random.Random(f"{drafter} {folder.name}")
     wanted = requests(rng, 9)
     expected = alone(folder, wanted)
-    with closing(LLM(folder, drafting(drafter, num_blocks, 16, steps_ahead), wrap_drafting=EveryDraft)) as llm:
+    drafted = drafting(drafter, num_blocks, 16, steps_ahead)
+    with closing(LLM(folder, drafted, grammars=StartGrammars(), wrap_drafting=EveryDraft)) as llm:
         for _ in range(2):  # the second time, prompts are in the prefix cache
             arrivals = [(rng.randint(0, 10), one) for one in with_predictions(wanted, expected)]
             found = run(llm, arrivals, {})
