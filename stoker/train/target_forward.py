@@ -10,10 +10,13 @@ from torch import Tensor
 
 from stoker.base.ids import BlockId, Row
 from stoker.engine.build import BuiltEngine
+from stoker.engine.gpu_batches import StepBatches, can_page
 from stoker.engine.grammar import NoGrammars
 from stoker.engine.inputs import build_inputs
+from stoker.engine.packed import StepInputs
 from stoker.engine.rows import RowTable
 from stoker.kv.device.device_kv import DeviceKv
+from stoker.layers.batch import ForwardBatch
 from stoker.layers.features import Tap
 from stoker.sched.plan import BlockTableChange, Span, StepPlan
 
@@ -32,7 +35,13 @@ class TargetForward:
     """The target model for batches of at most `max_rows` sequences and `max_tokens` tokens, rounded up to blocks."""
 
     def __init__(
-        self, built: BuiltEngine, taps: Sequence[int], max_rows: int, max_tokens: int, max_length: int
+        self,
+        built: BuiltEngine,
+        num_heads: int,
+        taps: Sequence[int],
+        max_rows: int,
+        max_tokens: int,
+        max_length: int,
     ) -> None:
         self._model = built.model
         self._taps = taps
@@ -44,6 +53,8 @@ class TargetForward:
         self._rows = RowTable(
             max_rows, max_blocks, built.vocab_size, self.device, NoGrammars(), num_sets=len(built.layout.sets)
         )
+        has_kernels = can_page(self._kv)
+        self._gpu_batches = StepBatches(built.model, self._kv, self._rows, num_heads) if has_kernels else None
 
     @torch.no_grad()
     def run(self, sequences: Sequence[Sequence[int]]) -> TargetStates:
@@ -57,11 +68,20 @@ class TargetForward:
             first += count
         self._rows.apply(StepPlan([], [], block_table_changes=changes))
         token_ids = [token for sequence in sequences for token in sequence]
-        batch = build_inputs(StepPlan(spans, token_ids), self._rows, self._kv).batch
+        batch = self._batch(StepPlan(spans, token_ids))
         kept: list[Tensor] = []
         # The next layer reuses the memory of what a tap gets.
         hidden = self._model(batch, [Tap(layer, lambda x: kept.append(x.clone())) for layer in self._taps])
-        return TargetStates(torch.cat(kept, 1), hidden)
+        count = len(token_ids)  # the rest is padding
+        return TargetStates(torch.cat(kept, 1)[:count], hidden[:count])
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        if self._gpu_batches is None:
+            return build_inputs(plan, self._rows, self._kv).batch
+        # The reference kernels would launch the attention of each sequence by itself.
+        data = self._gpu_batches.data(plan)
+        packed = self._gpu_batches.pack(data, data.exact, samples=False).to(self.device, non_blocking=True)
+        return self._gpu_batches.batch(StepInputs.of(packed, data.exact))
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:

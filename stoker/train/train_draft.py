@@ -215,7 +215,7 @@ def _train(
     try:
         most_rows = max(len(batch) for batch in plan_batches(lengths, batch_tokens, 0, 0))
         most_tokens = max(batch_tokens, *lengths, 1)
-        forward = TargetForward(built, config.taps, most_rows, most_tokens, max(lengths))
+        forward = TargetForward(built, target.shape.num_heads, config.taps, most_rows, most_tokens, max(lengths))
         head = _new_head(config, max(lengths) + settings.unroll, target.resolved, settings.seed)
         identity = _training_identity(settings, vocab, batch_tokens)
         trainer = Trainer(head, forward, answers, vocab, settings, batch_tokens, identity)

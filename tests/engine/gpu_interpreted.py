@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import RequestId
 from stoker.engine import gpu_batches, gpu_stages, gpu_steps
+from stoker.engine.build import build_engine
 from stoker.engine.graphs import StepOutputs
 from stoker.engine.llm import LLM
 from stoker.engine.packed import StepInputs, StepShape
@@ -30,6 +31,7 @@ from stoker.engine.rows import RowTable
 from stoker.kernels.dense import DensePlans
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.train.target_forward import TargetForward
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
@@ -175,3 +177,20 @@ def test_gpu_steps_give_the_tokens_of_the_references(
     assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_head_is_trained_on_the_states_of_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_heads = make_tiny(tmp_path, "qwen3", torch.float32, num_hidden_layers=3).config.num_attention_heads
+    built = build_engine(tmp_path, EngineSettings(device="cpu", num_threads=1, kv=KvSettings(16, 4)))
+    sequences = [[(7 * i + length) % 199 for i in range(length)] for length in (19, 1, 33)]
+
+    def states() -> list[Tensor]:
+        found = TargetForward(built, num_heads, (1, 2), 3, 64, 40).run(sequences)
+        return [found.features, found.hidden]
+
+    expected = states()
+    run_like_a_gpu(monkeypatch, NothingCaptured)
+    for ours, theirs in zip(states(), expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() < 1e-4
+    built.close()

@@ -23,14 +23,14 @@ from stoker.train.target_forward import TargetForward
 from stoker.train.trainable_head import TrainableHead, default_taps
 from stoker.train.unroll import Answer, make_batch, unrolled_loss
 
-VOCAB, LAYERS, DRAFT_VOCAB = 199, 4, 60
+VOCAB, LAYERS, NUM_HEADS, DRAFT_VOCAB = 199, 4, 4, 60
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BuiltEngine, Any]:
     folder = tmp_path_factory.mktemp("target")
     # Heads of the same shape as those of the reference in eagle3_files.py.
-    shape = {"num_attention_heads": 4, "intermediate_size": 88, "rope_theta": 5000.0}
+    shape = {"num_attention_heads": NUM_HEADS, "intermediate_size": 88, "rope_theta": 5000.0}
     reference = make_tiny(folder, "llama", torch.float64, num_hidden_layers=LAYERS, **shape)
     settings = EngineSettings(device="cpu", dtype="float64", num_threads=1, drafter="off", kv=KvSettings(16, 8))
     return folder, build_engine(folder, settings), reference
@@ -74,7 +74,7 @@ def test_unrolled_steps_are_the_drafts_of_the_served_head(
     folder, built, reference = target
     vocab = DraftVocab(torch.arange(0, 3 * DRAFT_VOCAB, 3), VOCAB, 1.0)
     head, config = new_head(folder, vocab)
-    forward = TargetForward(built, head.config.taps, 2, 64, 32)
+    forward = TargetForward(built, NUM_HEADS, head.config.taps, 2, 64, 32)
     generator = torch.Generator().manual_seed(6)
     answers = [
         Answer(torch.randint(0, VOCAB, (length,), generator=generator).tolist(), prompt)
@@ -112,7 +112,7 @@ def test_the_loss_is_a_soft_cross_entropy_over_the_answer(target: tuple[Path, Bu
     folder, built, reference = target
     vocab = DraftVocab(torch.arange(0, 3 * DRAFT_VOCAB, 3), VOCAB, 1.0)
     head, _ = new_head(folder, vocab)
-    forward = TargetForward(built, head.config.taps, 2, 64, 32)
+    forward = TargetForward(built, NUM_HEADS, head.config.taps, 2, 64, 32)
     generator = torch.Generator().manual_seed(7)
     answers = [
         Answer(torch.randint(0, VOCAB, (length,), generator=generator).tolist(), prompt)
