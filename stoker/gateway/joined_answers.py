@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.gateway.insight.insight_endpoint import RAW_ROWS, SESSIONS_PATH, number_of
+from stoker.gateway.insight.insight_endpoint import DEFAULT_ENTRIES, RAW_ROWS, SESSIONS_PATH
 from stoker.gateway.insight.series_rows import SeriesRows
 from stoker.gateway.processes import Join
 from stoker.proto import admin_api as api
@@ -97,7 +97,7 @@ def _requests(bodies: Sequence[bytes], query: Query, silent: list[int]) -> dict[
         return one
     requests = [request for answer in found for request in answer["requests"]]
     requests.sort(key=lambda one: one["time_s"] + 1e-3 * one["e2e_ms"], reverse=True)
-    return {"requests": requests[: number_of(query, "n", 100, 1, len(requests) + 100)], "silent": silent}
+    return {"requests": requests[: _most(query)], "silent": silent}
 
 
 def _sessions(bodies: Sequence[bytes], query: Query, silent: list[int]) -> dict[str, Any]:
@@ -106,7 +106,12 @@ def _sessions(bodies: Sequence[bytes], query: Query, silent: list[int]) -> dict[
         for session in msgspec.json.decode(body)["sessions"]:
             parts.setdefault(session["session"], []).append(session)
     sessions = sorted(map(_session, parts.values()), key=lambda one: one["turns"][-1]["time_s"], reverse=True)
-    return {"sessions": sessions[: number_of(query, "n", 100, 1, len(sessions) + 100)], "silent": silent}
+    return {"sessions": sessions[: _most(query)], "silent": silent}
+
+
+def _most(query: Query) -> int:
+    """Return how many entries the answer may have. Each process has checked the number."""
+    return int(query.get("n", DEFAULT_ENTRIES))
 
 
 def _session(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

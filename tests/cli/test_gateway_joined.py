@@ -107,7 +107,8 @@ def test_the_answers_of_all_processes_are_joined(gateway: Running, server: Scrip
             assert get(url, f"requests?request={one['request_id']}")["candidates"]
     assert get(gateway.url, "requests?request=unknown")["error"]["code"] == "not_found"
     assert get(gateway.url, "requests?n=0")["error"]["param"] == "n"
-    [session] = get(gateway.url, "sessions")["sessions"]
+    assert len(get(gateway.url, "requests?n=1000")["requests"]) == 5, "the page of the dashboard names its own limit"
+    [session] = get(gateway.url, "sessions?n=200")["sessions"]
     assert (session["session"], session["requests"], session["prompt_tokens"]) == (f"default:{SESSION}", 5, 50)
     assert len(session["turns"]) == 5
     assert [len(get(urls[0], f"sessions?process={n}")["sessions"][0]["turns"]) for n in counts] == [3, 2]

@@ -18,6 +18,7 @@ from stoker.gateway.insight.insight_book import InsightBook
 from stoker.gateway.insight.kv_pages import KvPages
 from stoker.proto.admin_api import ADMIN_CANARIES_PATH, ADMIN_NOW_PATH, ADMIN_REQUESTS_PATH, ADMIN_SERIES_PATH
 
+DEFAULT_ENTRIES = 100  # of a list
 _MAX_REQUESTS = 1000
 _MAX_SESSIONS = 512
 _NOW, _SERIES = ADMIN_NOW_PATH.encode(), ADMIN_SERIES_PATH.encode()
@@ -71,7 +72,7 @@ class InsightEndpoint:
     async def _requests(self, query: dict[str, str]) -> Any:
         name = query.get("request")
         if name is None:
-            count = number_of(query, "n", 100, 1, _MAX_REQUESTS)
+            count = number_of(query, "n", DEFAULT_ENTRIES, 1, _MAX_REQUESTS)
             return {"requests": [one.as_dict() for one in self._book.requests(count)]}
         found = self._book.request(name)
         if found is None:
@@ -81,7 +82,7 @@ class InsightEndpoint:
         return found.as_dict(with_candidates=True)
 
     async def _sessions(self, query: dict[str, str]) -> Any:
-        return {"sessions": self._book.sessions.report(number_of(query, "n", 100, 1, _MAX_SESSIONS))}
+        return {"sessions": self._book.sessions.report(number_of(query, "n", DEFAULT_ENTRIES, 1, _MAX_SESSIONS))}
 
     async def _canaries(self, query: dict[str, str]) -> Any:
         return self._book.canaries.report()
