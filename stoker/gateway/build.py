@@ -118,6 +118,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             metrics=metrics,
             recorder=workers.deciding.recorder,
             twin=make_twin(config.twin, fleet, metrics, clock),
+            canaries=insight.book.canaries,
             tracing=tracing,
             state=state,
             admin=GroupEndpoint(AdminEndpoint(admin_token, view, durable.threads), group, admin_joins()),

@@ -197,6 +197,7 @@ class World:
                 misses=self.misses,
                 recorder=NoRecorder(),
                 twin=NoTwin(),
+                canaries=no_canaries(),
                 objects=NoObjects(),
                 insight=self.insight,
                 insight_pages=Nothing(),

@@ -110,7 +110,6 @@ class InsightBook:
             )
             self._requests.append(ended)
             self.sessions.add(ended)
-            self.canaries.ended(row)
             if sampled and query is not None:
                 self.reuse.use(sampled, query.block_tokens, times.arrived_s)
             sums["requests"] += 1

@@ -270,6 +270,8 @@ class Gateway:
             times = RequestTimes(call.arrived_s, call.sent_s, call.handed_off_s, call.first_byte_s, call.streams)
             parts.insight.ended(row, call.route, call.query, times, call.num_retries)
             parts.twin.ended(call)
+            if not call.envelope.is_flex:  # these wait for idle workers
+                parts.canaries.ended(call.envelope.model, row)
             if row.ttft_ms is not None:
                 counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
                 parts.recorder.answered(call.route, parts.clock(), *counts, row.ttft_ms * 1e-3)

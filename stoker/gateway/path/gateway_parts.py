@@ -72,6 +72,12 @@ class RequestInsight(Protocol):
     ) -> None: ...
 
 
+class CanaryObserver(Protocol):
+    """Told of every request that ended and did not wait for idle workers, with the model name that the client used."""
+
+    def ended(self, name: str | None, row: UsageRow) -> None: ...
+
+
 class StreamEndpoint(Protocol):
     """An endpoint that sends its answer itself, and returns a reply only to refuse a request."""
 
@@ -111,6 +117,7 @@ class GatewayParts:
     metrics: GatewayMetrics
     recorder: Recorder | NoRecorder
     twin: CallObserver
+    canaries: CanaryObserver
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
