@@ -35,7 +35,7 @@ from stoker.gateway.admission.prices import Price, PriceList
 from stoker.gateway.records.record_settings import MeterSettings
 from stoker.gateway.records.running_usage import RunningUsage, SlotUsage
 from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, recovered_row, tail_bytes
-from stoker.gateway.records.usage_tables import TABLES, insert_usage, price_id
+from stoker.gateway.records.usage_tables import TABLES, insert_usage, price_id, sum_forgotten_sessions
 from stoker.gateway.store.limit_tables import LIMIT_TABLES, add_spent
 from stoker.gateway.store.slot_file import FoundSlot, SlotFile, SlotFileInUse
 from stoker.gateway.store.store import Store, StoreRefused, StoreUnavailable, Transaction
@@ -43,6 +43,7 @@ from stoker.gateway.store.store import Store, StoreRefused, StoreUnavailable, Tr
 _MAX_PROCESSES = 256  # that share a store on one machine
 _RETRY_S = (0.05, 0.2, 1.0, 5.0)
 _CLOSE_TRIES = 3
+_FORGOTTEN_EVERY_S = 600.0
 
 _SettledRow = tuple[SlotFile, int, UsageRow]  # a row and its slot
 
@@ -159,7 +160,11 @@ class Meter:
 
     def _run(self) -> None:
         price_ids: dict[Price, int] = {}
+        look_at_s = 0.0
         while True:
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + _FORGOTTEN_EVERY_S
+                self._sum_forgotten()
             self._wake.wait(self._settings.flush_s)
             self._wake.clear()
             closing = self._closing  # read first, so that all rows settled before close() are written below
@@ -172,6 +177,18 @@ class Meter:
                 if len(self._rows) < self._settings.flush_rows and not closing:
                     break  # not a full batch yet, and a commit costs the same for a few rows as for many
             if closing:
+                return
+
+    def _sum_forgotten(self) -> None:
+        """Complete the sums of sessions with what gateways of an older version have written. A failure is tried again later."""
+        has_more = True
+        while has_more and not self._closing and len(self._rows) < self._settings.flush_rows:
+            try:
+                with self._store.transaction() as changes:
+                    has_more = sum_forgotten_sessions(changes)
+            except Exception as error:  # without this thread, no row would be written any more
+                reason = error.detail if isinstance(error, StoreUnavailable) else repr(error)
+                log.warning("sessions_not_summed", reason=reason)
                 return
 
     def _write(self, batch: Sequence[_SettledRow], price_ids: dict[Price, int]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -107,9 +108,9 @@ def read_usage(store: Store, query: UsageQuery, limit_s: float = _QUERY_S) -> Us
     total = UsageLine(())
     try:
         with store.snapshot(limit_s) as reader:
-            if query.group_by[:1] == ("session",) and _ONLY_IN_ROWS not in query.needed:
+            if query.group_by[:1] == ("session",) and not _reads_rows(query):
                 _collect(reader, replace(query, group_by=(), after=None), [], total)
-                _collect_sessions(reader, query, page)
+                _collect_sessions(reader, query, page, limit_s)
             else:
                 _collect(reader, query, page, total)
     except StoreTimeout as error:
@@ -152,8 +153,9 @@ def _collect(
         page[-1].add(sums, price)
 
 
-def _collect_sessions(reader: Transaction, query: UsageQuery, page: list[UsageLine]) -> None:
-    """Collect the page of a query whose first group is the session."""
+def _collect_sessions(reader: Transaction, query: UsageQuery, page: list[UsageLine], limit_s: float) -> None:
+    """Collect the page of a query whose first group is the session. Raises StoreTimeout after `limit_s`."""
+    until_s = time.monotonic() + limit_s
     first, last = (f"(SELECT {one}(start_s) FROM session_sums WHERE span_s = ?)" for one in ("MIN", "MAX"))
     ((first_s, last_s),) = list(reader.execute(f"SELECT {first}, {last}", (DAY_S, DAY_S)))
     if first_s is None:
@@ -167,6 +169,8 @@ def _collect_sessions(reader: Transaction, query: UsageQuery, page: list[UsageLi
         sessions = _next_sessions(reader, query, after, is_included)
         if not sessions:
             return
+        if time.monotonic() >= until_s:  # the store limits single statements
+            raise StoreTimeout(f"The query took longer than {limit_s:g} s and was stopped.")
         _collect(reader, query, page, UsageLine(()), (sessions[0], sessions[-1]))
         after, is_included = sessions[-1], False
 
@@ -227,10 +231,10 @@ def _parts(query: UsageQuery, sessions: tuple[str, str] | None) -> tuple[list[st
         )
         values.extend([*spans, *filter_values, *(sessions or ())])
 
-    first_hour, last_hour = _whole(query.start_s, query.end_s, HOUR_S)
-    if _ONLY_IN_ROWS in needed or first_hour >= last_hour:
+    if _reads_rows(query):
         add_rows(query.start_s, query.end_s)
         return parts, values
+    first_hour, last_hour = _whole(query.start_s, query.end_s, HOUR_S)
     first_day, last_day = _whole(first_hour, last_hour, DAY_S)
     if "hour" in query.group_by or first_day >= last_day:
         first_day = last_day = last_hour
@@ -240,6 +244,12 @@ def _parts(query: UsageQuery, sessions: tuple[str, str] | None) -> tuple[list[st
     add_sums(HOUR_S, last_day, last_hour)
     add_rows(last_hour, query.end_s)
     return parts, values
+
+
+def _reads_rows(query: UsageQuery) -> bool:
+    """Return True if the query can only be answered from the rows. A range without a whole hour has few of them."""
+    first_hour, last_hour = _whole(query.start_s, query.end_s, HOUR_S)
+    return _ONLY_IN_ROWS in query.needed or first_hour >= last_hour
 
 
 def _filters(query: UsageQuery, *, in_rows: bool = False) -> tuple[str, list[Any]]:

@@ -32,6 +32,12 @@ _SESSION_OF_ROW = "tenant, COALESCE(session, ''), key_id, model, endpoint, statu
 _TOTALS = "COUNT(*), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
 _SUMS_OF_ROWS = f"{_SUM_KEY}, {_TOTALS} FROM usage GROUP BY"
 _SUMS_OF_SESSIONS = f"{_SESSION_OF_ROW}, {_TOTALS} FROM usage GROUP BY"
+_FORGOTTEN_ROWS = 5000  # in a transaction
+_FORGOTTEN = (
+    "UPDATE usage SET in_sessions = 1 WHERE request_id IN"
+    f" (SELECT request_id FROM usage WHERE in_sessions = 0 LIMIT {_FORGOTTEN_ROWS}) AND in_sessions = 0"
+    f" RETURNING hour_s, {_SESSION_OF_ROW}, prompt_tokens, cached_tokens, completion_tokens"
+)
 _RUN = "/"  # between the name of an answer and the id of a run
 
 TABLES = Tables(
@@ -84,6 +90,10 @@ TABLES = Tables(
             f"INSERT INTO session_sums SELECT {DAY_S}, hour_s - hour_s % {DAY_S} AS day_s,"
             f" {_SUMS_OF_SESSIONS} day_s, {_SESSION_OF_ROW}",
             "CREATE INDEX session_sums_by_session ON session_sums (span_s, start_s, session)",
+            # Rows that a gateway of the version before writes from now on have 0.
+            "ALTER TABLE usage ADD COLUMN in_sessions INTEGER NOT NULL DEFAULT 0",
+            "UPDATE usage SET in_sessions = 1",
+            "CREATE INDEX usage_not_in_sessions ON usage (request_id) WHERE in_sessions = 0",
             "CREATE TABLE billed_prompts (name TEXT PRIMARY KEY, time_s REAL NOT NULL) WITHOUT ROWID",
             "CREATE INDEX billed_prompts_by_time ON billed_prompts (time_s)",
         ),
@@ -91,7 +101,7 @@ TABLES = Tables(
 )
 _COLUMNS = (
     "request_id, time_s, key_id, tenant, model, session, worker, endpoint, status, prompt_tokens, cached_tokens,"
-    " completion_tokens, ttft_ms, e2e_ms, resumed, x_request_id, price_id, hour_s, misses"
+    " completion_tokens, ttft_ms, e2e_ms, resumed, x_request_id, price_id, hour_s, misses, in_sessions"
 )
 _NUM_COLUMNS = _COLUMNS.count(",") + 1
 _ADDED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -142,6 +152,21 @@ def _add_sums(changes: Transaction, hours: _Sums) -> None:
             _count(sessions, (*span, tenant, session, *key), counts)
     _add(changes, "usage_sums", _SUM_KEY, sums)
     _add(changes, "session_sums", _SESSION_KEY, sessions)
+
+
+def sum_forgotten_sessions(changes: Transaction) -> bool:
+    """Add rows that gateways without `session_sums` have written to it: they may run beside this one during an upgrade.
+
+    Only some are added. Return True if there may be more.
+    """
+    sums: _Sums = {}
+    num_rows = 0
+    for hour_s, *key, prompt, cached, completion in changes.execute(_FORGOTTEN):
+        num_rows += 1
+        for span in ((DAY_S, hour_s - hour_s % DAY_S), (HOUR_S, hour_s)):
+            _count(sums, (*span, *key), (1, prompt, cached, completion))
+    _add(changes, "session_sums", _SESSION_KEY, sums)
+    return num_rows == _FORGOTTEN_ROWS
 
 
 def _with_own_prompts(changes: Transaction, rows: Sequence[tuple[UsageRow, int]]) -> Sequence[tuple[UsageRow, int]]:
@@ -236,4 +261,5 @@ def _values(row: UsageRow, price: int) -> tuple[Any, ...]:
         price,
         _hour_s(row),
         row.misses,
+        1,
     )

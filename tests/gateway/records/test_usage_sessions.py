@@ -6,6 +6,7 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +111,22 @@ def test_a_cursor_of_another_query_is_refused(ledger: Store) -> None:
     query = parse_query(b"group_by=session&after=WzFd", 5.0 * DAY, None)  # [1]
     with pytest.raises(InvalidRequest, match="another group_by"):
         read_usage(ledger, query)
+
+
+def test_requests_that_an_older_gateway_records_are_added(ledger: Store, tmp_path: Path) -> None:
+    """Its version may run beside this one during an upgrade, and knows nothing of the sums of sessions."""
+    with ledger.transaction() as changes:
+        changes.execute("DELETE FROM session_sums")
+        changes.execute("UPDATE usage SET in_sessions = 0")  # as its rows have
+    assert pages(ledger, f"start=0&end={5 * DAY}&group_by=session&limit=1000", None)[0] == []
+    Meter(ledger, tmp_path / "inflight", MeterSettings(), PriceList(PRICES)).close()
+    for _ in range(2):  # a row is added once
+        expected = Counter((row.session or "",) for row in ROWS)
+        assert pages(ledger, f"start=0&end={5 * DAY}&group_by=session&limit=1000", None)[0] == sorted(expected.items())
+        Meter(ledger, tmp_path / "inflight", MeterSettings(), PriceList(PRICES)).close()
+
+
+def test_a_query_that_takes_many_statements_ends_in_time(ledger: Store) -> None:
+    query = parse_query(f"start=0&end={5 * DAY}&group_by=session&limit=1".encode(), 5.0 * DAY, None)
+    with pytest.raises(InvalidRequest, match="took longer"):
+        read_usage(ledger, query, limit_s=0.0)
