@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, StokerError
 from stoker.base.output import print_message, print_result
 from stoker.cli.drain import find_worker
 from stoker.cli.gateway_admin import GatewayAdmin, add_gateway_arguments
@@ -92,6 +92,11 @@ def run(args: argparse.Namespace) -> int:
     except UpgradeStopped as stopped:
         print_message(f"stoker: the upgrade has stopped: {stopped.message}", sys.stderr)
         return EXIT_STOPPED
+    except StokerError as error:
+        if not rolling.has_begun:
+            raise
+        print_message(f"stoker: the upgrade has stopped, and a worker may be drained: {error.message}", sys.stderr)
+        return EXIT_STOPPED
     print_result(f"{len(names)} workers were restarted.")
     return 0
 
@@ -130,27 +135,31 @@ class _Control:
         return int(sum(float(value) for labels, value in found if 'kind="busy"' not in labels))
 
     def newest_s(self) -> float:
-        return max((one.time_s for one in self._ended(1)), default=0.0)
+        return max((one.time_s for one in self._ended()), default=0.0)
 
     def groups(self, name: str, after_s: float) -> tuple[RequestGroup, RequestGroup]:
         from stoker.proto.admin_api import ADMIN_FLEET_PATH, decode_worker_list
 
         roles = {one.worker: one.role for one in decode_worker_list(self._admin.get(ADMIN_FLEET_PATH)).workers}
-        ended = [one for one in self._ended(_MAX_REQUESTS) if one.time_s > after_s]
         others = {other for other, role in roles.items() if other != name and role == roles.get(name)}
-        return _group([one for one in ended if one.worker == name]), _group(
-            [one for one in ended if one.worker in others]
-        )
+        is_prefill = roles.get(name) == "prefill"  # the time between tokens is that of the decode worker
+        own: list[RequestOutcome] = []
+        rest: list[RequestOutcome] = []
+        for one in self._ended():
+            worker = one.prefill_worker if is_prefill else one.worker
+            if one.time_s > after_s and (worker == name or worker in others):
+                (own if worker == name else rest).append(one)
+        return _group(own, has_itl=not is_prefill), _group(rest, has_itl=not is_prefill)
 
     def canaries(self) -> Sequence[CanaryStatus]:
         from stoker.proto.admin_api import ADMIN_CANARIES_PATH, decode_canary_list
 
         return [one for page in self._pages(ADMIN_CANARIES_PATH) for one in decode_canary_list(page).canaries]
 
-    def _ended(self, count: int) -> list[RequestOutcome]:
+    def _ended(self) -> list[RequestOutcome]:
         from stoker.proto.admin_api import ADMIN_REQUESTS_PATH, decode_request_outcomes
 
-        pages = self._pages(f"{ADMIN_REQUESTS_PATH}?n={count}")
+        pages = self._pages(f"{ADMIN_REQUESTS_PATH}?n={_MAX_REQUESTS}")
         return [one for page in pages for one in decode_request_outcomes(page).requests]
 
     def _pages(self, path: str) -> Iterator[bytes]:
@@ -162,14 +171,14 @@ class _Control:
             yield self._admin.get(f"{path}{joint}process={number}")
 
 
-def _group(requests: Sequence[RequestOutcome]) -> RequestGroup:
+def _group(requests: Sequence[RequestOutcome], has_itl: bool) -> RequestGroup:
     from stoker.base.canary import RequestGroup
 
     good = [one for one in requests if one.status < 500 and one.ttft_ms is not None]
     itl_ms = [
         (one.e2e_ms - one.ttft_ms) / (one.completion_tokens - 1)
         for one in good
-        if one.ttft_ms is not None and one.completion_tokens > 1 and one.e2e_ms > one.ttft_ms
+        if has_itl and one.ttft_ms is not None and one.completion_tokens > 1 and one.e2e_ms > one.ttft_ms
     ]
     return RequestGroup(
         len(requests),

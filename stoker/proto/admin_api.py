@@ -143,6 +143,7 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     time_s: float  # arrival as Unix time
     worker: str = ""
+    prefill_worker: str = ""  # empty without a hand-off
     status: int = 0
     ttft_ms: float | None = None
     e2e_ms: float = 0.0

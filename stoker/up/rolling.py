@@ -77,6 +77,7 @@ class RollingUpgrade:
     now: Callable[[], float]
     sleep: Callable[[float], None]
     say: Callable[[str], None]
+    has_begun: bool = False
 
     def run(self, names: Sequence[str]) -> None:
         """Upgrade these workers in order. Raises UpgradeStopped."""
@@ -90,6 +91,7 @@ class RollingUpgrade:
         status = self.control.worker(name)
         if status is None:
             raise UpgradeStopped(f"{name} is not a worker of this gateway; nothing was changed there")
+        self.has_begun = True
         try:
             self.control.drain(name)
         except StokerError as refused:
@@ -138,18 +140,16 @@ class RollingUpgrade:
         while True:
             failed = max(self.control.num_errors() - errors, self.control.num_failures(name) - failures)
             if failed > self.limits.max_errors:
-                self.control.drain(name)
                 raise UpgradeStopped(
                     f"{failed} requests failed after {name} was upgraded, more than --max-errors {self.limits.max_errors}. "
-                    "It is drained again, and the workers after it were not touched"
+                    f"{self._drain_again(name)}, and the workers after it were not touched"
                 )
             verdict = judge(*self.control.groups(name, newest_s), self.limits.canary)
             if verdict.stop:
-                self.control.drain(name)
                 numbers = ", ".join(f"{key}={value:g}" for key, value in verdict.numbers.items())
                 raise UpgradeStopped(
-                    f"{name} is worse than the other workers after its upgrade: {verdict.reason} ({numbers}). It is drained again, "
-                    "and the workers after it were not touched"
+                    f"{name} is worse than the other workers after its upgrade: {verdict.reason} ({numbers}). "
+                    f"{self._drain_again(name)}, and the workers after it were not touched"
                 )
             self._check_canaries()
             if self.now() >= until_s:
@@ -157,3 +157,11 @@ class RollingUpgrade:
                     self.say(f"{name}: not compared with the other workers: {verdict.reason}")
                 return
             self.sleep(min(_WATCH_POLL_S, max(0.0, until_s - self.now())))
+
+    def _drain_again(self, name: str) -> str:
+        """Take a worker out of service. Return a sentence about it."""
+        try:
+            self.control.drain(name)
+        except StokerError as refused:
+            return f"It could not be drained and still serves ({refused.message})"
+        return "It is drained again"

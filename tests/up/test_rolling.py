@@ -26,6 +26,7 @@ class Fleet:
     failures: dict[str, int] = field(default_factory=dict)
     registers: bool = False
     stuck: str = ""
+    stuck_after: str = ""  # this worker cannot be drained after its upgrade
     broken: str = ""  # this worker does not get ready
     bad: str = ""  # requests on this worker fail after its upgrade
     upgraded: set[str] = field(default_factory=set)
@@ -51,7 +52,7 @@ class Fleet:
         )
 
     def drain(self, name: str) -> None:
-        if name == self.stuck:
+        if name == self.stuck or (name == self.stuck_after and name in self.upgraded):
             raise ConfigError("no other worker serves m")
         self.events.append(f"drain {name}")
         self.draining.add(name)
@@ -193,3 +194,23 @@ def test_a_restart_that_fails_leaves_the_worker_drained() -> None:
 def test_an_unknown_worker_is_an_error() -> None:
     with pytest.raises(UpgradeStopped, match="z:9 is not a worker"):
         Fleet().upgrade().run(["z:9"])
+
+
+def test_a_worker_that_cannot_be_drained_again_is_named_with_the_reason() -> None:
+    fleet = Fleet(bad="b:1", stuck_after="b:1")
+    with pytest.raises(
+        UpgradeStopped, match=r"requests failed after b:1 .* It could not be drained and still serves \(no other"
+    ):
+        fleet.upgrade().run(fleet.names)
+    assert fleet.upgraded == {"a:1", "b:1"}
+
+
+def test_an_error_after_the_first_drain_is_not_one_before_anything_was_changed() -> None:
+    fleet = Fleet()
+    rolling = fleet.upgrade()
+    assert not rolling.has_begun
+    fleet.restart = None  # type: ignore[assignment, method-assign]
+    rolling = fleet.upgrade()
+    with pytest.raises(TypeError):
+        rolling.run(fleet.names)
+    assert rolling.has_begun
