@@ -29,12 +29,14 @@ class DecodeForecast:
 
     def expected(self, decode: PoolLoad, now: float) -> PoolLoad:
         """Take in the load of this moment, and return the load to decide by. The time must not go back."""
+        if decode.num_cold == decode.num_workers:
+            return decode  # nothing is known of the load, which is not growth when the workers are warm
         work = decode.load * decode.num_workers
         while self._works and now - self._works[0][0] > self.window_s:
             self._works.popleft()
         self._works.append((now, work))
         growth = work - self._works[0][1]
-        if growth <= 0 or not decode.num_workers:
+        if growth <= 0:
             return decode
         load = (work + growth) / decode.num_workers
         return replace(decode, load=max(decode.load, min(load, self.limit)))

@@ -32,4 +32,12 @@ def test_growth_alone_never_reaches_above_the_limit() -> None:
 
 
 def test_a_pool_without_workers_is_no_error() -> None:
-    assert loads(DecodeForecast(9.0, 1.0), (0, 0.0), (1, 0.5), (0, 0.0)) == pytest.approx([0.0, 1.0, 0.0])
+    assert loads(DecodeForecast(9.0, 1.0), (0, 0.0), (1, 0.5), (0, 0.0)) == pytest.approx([0.0, 0.5, 0.0])
+
+
+def test_a_load_that_was_not_known_before_is_no_growth() -> None:
+    """After a restart of the gateway, all workers are new to it, and nothing is measured yet."""
+    forecast = DecodeForecast(9.0, 1.0)
+    assert forecast.expected(PoolLoad(4, 4, 0.0), 0.0).load == 0.0
+    assert forecast.expected(PoolLoad(4, 0, 0.5), 1.0).load == 0.5
+    assert forecast.expected(PoolLoad(4, 0, 0.6), 2.0).load == pytest.approx(0.7)
