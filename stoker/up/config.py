@@ -177,7 +177,11 @@ class UpConfig:
 class WorkersConfig:
     """[[workers]]: one or more workers with the same settings."""
 
-    count: int = setting(1, "Number of workers. 0: only the autoscaler starts some.", ge=0)
+    count: int = setting(
+        1,
+        "Number of workers. 0: only the autoscaler starts some, and only if other workers do this work: otherwise it sees no load.",
+        ge=0,
+    )
     max_count: int = setting(
         0,
         "Most workers, with those that the autoscaler starts. They have the same settings, and memory and ports are kept for them.",

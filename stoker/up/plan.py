@@ -158,7 +158,7 @@ class Planner:
         tiers = _tier_options(store, name, mooncake)
         workers = self._workers(gateway, tiers)
         # The autoscaler's workers come and go, so that the gateway learns of them only when they register.
-        addressed = [] if self.config.is_scaled else [part for part in workers if part.address]
+        addressed = [] if self.config.is_scaled else [part for part in workers if part.address and not part.spare]
         known = [{"url": part.address, "role": part.role} for part in addressed]
         table = merged(
             self.config.gateway,

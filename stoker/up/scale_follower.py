@@ -84,6 +84,7 @@ class ScaleFollower:
     _failures: dict[str, int] = field(default_factory=dict)
     _retries: dict[str, _Retry] = field(default_factory=dict)  # by role
     _leaving: dict[str, float] = field(default_factory=dict)  # since when it is known that a worker shall end
+    _released: set[str] = field(default_factory=set)  # addresses of workers that were ended, as long as they shall end
     _told: set[str] = field(default_factory=set)
 
     def follow(
@@ -157,8 +158,10 @@ class ScaleFollower:
     ) -> list[ScaleStep]:
         steps: list[ScaleStep] = []
         running = {slot.worker: slot for slot in slots if slot.worker and slot.phase is not Phase.UNUSED}
+        self._released &= set(stops)  # the gateway lists a worker that has left until its next decision
+        known_addresses = {slot.worker for slot in slots} | self._released
         for worker in stops:
-            if worker not in running:
+            if worker not in running and worker not in known_addresses:
                 steps += self._tell_once(
                     f"stop {worker}", f"the autoscaler wants {worker} to end, which is no worker of this fleet"
                 )
@@ -176,6 +179,7 @@ class ScaleFollower:
                     f"end {worker}", f"{slot.name}: the autoscaler does not need it; ending it{left}"
                 )
                 steps.append(ReleaseWorker(slot.name))
+                self._released.add(worker)
         self._told -= {f"end {slot.worker}" for slot in slots if slot.worker not in self._leaving}
         return steps
 

@@ -445,6 +445,7 @@ def test_a_dry_run_of_the_autoscaler_plans_the_same_workers() -> None:
     plan = plan_of(config_of(f"{SCALED.replace('on', 'dry_run')}[[workers]]\nmax_count = 2"))
     assert [part.spare for part in plan.parts] == [False, False, True]
     assert not plan.is_scaled, "nothing is asked of the gateway"
+    assert len(plan.gateway_table["worker"]) == 1, "it knows no worker that never starts"
 
 
 def test_scaled_workers_need_a_plain_gateway() -> None:

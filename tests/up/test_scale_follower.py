@@ -167,6 +167,9 @@ def test_a_worker_ends_when_it_is_drained_and_empty() -> None:
     fleet.step()
     assert fleet.released == ["decode-1"]
     fleet.ended("decode-1")
+    for _ in range(5):  # the gateway lists it until its next decision
+        fleet.step()
+    assert not [one for one in fleet.told if "no worker of this fleet" in one]
     fleet.stops = []
     fleet.wish()
     fleet.step()
