@@ -14,15 +14,17 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 def shared_socket(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to a port which several processes share. It gets connections only if it listens."""
-    return _bound(host, port, socket.SO_REUSEPORT)
+    # With SO_REUSEPORT alone, the port could not be one that `stoker up` holds.
+    return _bound(host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
 
 
-def _bound(host: str, port: int, option: int) -> socket.socket:
+def _bound(host: str, port: int, *options: int) -> socket.socket:
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(address[0], address[1])
         try:
-            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+            for option in options:
+                bound.setsockopt(socket.SOL_SOCKET, option, 1)
             bound.bind(address[4])
         except OSError:
             bound.close()

@@ -8,12 +8,13 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from stoker.base.bound_socket import bound_socket
+from stoker.base.bound_socket import bound_socket, shared_socket
 from stoker.base.errors import ConfigError
 from stoker.cli.main import main
 from stoker.proto.fleet_state import FleetState, PartInfo
@@ -153,6 +154,10 @@ def test_a_reserved_port_is_usable_only_by_its_own_part() -> None:
             with pytest.raises(ConfigError, match="Address already in use"):
                 others.take("127.0.0.1", port)
             assert others.take_after("127.0.0.1", port - 1) > port
+    with ExitStack() as stack:  # a gateway of several processes: one socket holds the port, and each process listens
+        stack.enter_context(shared_socket("127.0.0.1", port))
+        for _ in range(2):
+            stack.enter_context(shared_socket("127.0.0.1", port)).listen()
     with pytest.raises(ConfigError, match=r"port 0 of a\.\.b cannot be used: .*; choose another port"):
         ports.take("a..b", 0)
     with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:0: .*; choose another --host or --port"):
