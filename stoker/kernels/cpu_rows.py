@@ -1,47 +1,85 @@
 """Matmuls on a CPU in which a row's bits do not depend on the number of rows: y = x W^T.
 
-The matrix library chooses its kernels by the number of rows, and they add up in different orders. It treats all rows
-alike if their number is a multiple of its tile, so the rows are padded to a multiple. Which multiple suffices depends on
-the CPU and the weight's shape. It is tried out once per shape; where none suffices, the rows are multiplied one by one.
+The matrix library chooses its kernels by the number of rows, and they add up in different orders. For some numbers it
+treats all rows alike. So the library is called with a few numbers of rows only: one large number, and the multiples of a
+tile up to a limit. Many rows are split, and the last call is padded. Which numbers suffice depends on the CPU, the weight's
+shape and the number of threads. Every number that is used is tried out once per shape; where none suffices, the rows are
+multiplied one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Matmul = Callable[[Tensor], Tensor]
 
-_STEPS = (4, 8, 16, 48)
-_ROW_BY_ROW = 1
-_TRIED_ROWS = (1, 2, 3, 5, 8, 14, 16, 17, 31, 50)
+_MOST_ROWS = 48
+_LARGE = (480, 192)
 _MAX_OUTS = 4096  # of a larger weight, a part is tried out: the order of additions runs over the inputs
 
 
-def matmul_by_rows(x: Tensor, matmul: Matmul, step: int) -> Tensor:
-    """Return `matmul(x)`, called with a multiple of `step` rows, or with each row alone."""
+class RowCalls(NamedTuple):
+    """The numbers of rows that the matrix library is called with: multiples of `step` up to `most`, and `large`."""
+
+    step: int
+    most: int
+    large: int
+
+    def next_count(self, num_rows: int) -> int:
+        """Return how many of these rows the next call has."""
+        return self.large if num_rows >= self.large else min(num_rows, self.most)
+
+
+_ROW_BY_ROW = RowCalls(1, 1, 1)
+# The ranges first, since larger calls take less time for a row.
+_SMALL = (*((step, _MOST_ROWS) for step in (4, 8, 16, 48)), (16, 16), (8, 8), (4, 4))
+
+
+def matmul_by_rows(x: Tensor, matmul: Matmul, calls: RowCalls) -> Tensor:
+    """Return `matmul(x)`, called with the numbers of rows that `calls` allows."""
     num_rows = len(x)
-    if step == _ROW_BY_ROW:
-        # Copies, because a row inside of x may be aligned differently.
-        return torch.cat([matmul(row.clone()) for row in x.split(1)])
-    missing = -num_rows % step
-    padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-    return matmul(padded)[:num_rows]
+    if calls.next_count(num_rows) == num_rows:
+        missing = -num_rows % calls.step
+        return matmul(torch.nn.functional.pad(x, (0, 0, 0, missing)))[:num_rows] if missing else matmul(x)
+    parts, first = [], 0
+    while first < num_rows:
+        count = calls.next_count(num_rows - first)
+        # A copy, because rows inside of x may be aligned differently.
+        parts.append(matmul_by_rows(x[first : first + count].clone(), matmul, calls))
+        first += count
+    return torch.cat(parts)
 
 
 @cache
-def row_step(num_outs: int, num_ins: int, dtype: torch.dtype, pack: Callable[[Tensor], Matmul]) -> int:
-    """Return the step for a weight [num_outs, num_ins]. `pack` returns the matmul with a weight."""
+def row_calls(
+    num_outs: int, num_ins: int, dtype: torch.dtype, pack: Callable[[Tensor], Matmul], num_threads: int
+) -> RowCalls:
+    """Return the calls for a weight [num_outs, num_ins]. `pack` returns the matmul with a weight."""
     weight = _numbers(min(num_outs, _MAX_OUTS), num_ins, dtype)
-    matmul, x = pack(weight), _numbers(max(_TRIED_ROWS), num_ins, dtype)
-    threads = torch.get_num_threads()
+    matmul, x = pack(weight), _numbers(max(_LARGE), num_ins, dtype)
+    before = torch.get_num_threads()
     try:
-        return next((step for step in _STEPS if _is_independent(matmul, x, step, threads)), _ROW_BY_ROW)
+        for step, most in _SMALL:
+            torch.set_num_threads(1)
+            expected = torch.cat([matmul(rows.clone()) for rows in x[:_MOST_ROWS].split(step)])
+            if all(_agrees(matmul, x, expected, count, num_threads) for count in range(step, most + 1, step)):
+                torch.set_num_threads(1)
+                expected = torch.cat([matmul(rows.clone()) for rows in x.split(step)])
+                large = (count for count in _LARGE if _agrees(matmul, x, expected, count, num_threads))
+                return RowCalls(step, most, next(large, most))
+        return _ROW_BY_ROW
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+def calls_of(weight: Tensor, pack: Callable[[Tensor], Matmul]) -> RowCalls:
+    """Return the calls for a weight, with the number of threads that torch uses now."""
+    return row_calls(*weight.shape, weight.dtype, pack, torch.get_num_threads())
 
 
 def plain_matmul(weight: Tensor) -> Matmul:
@@ -50,20 +88,18 @@ def plain_matmul(weight: Tensor) -> Matmul:
 
 def exact_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Return x W^T for an unpacked weight."""
-    return matmul_by_rows(x, plain_matmul(weight), row_step(*weight.shape, weight.dtype, plain_matmul))
+    return matmul_by_rows(x, plain_matmul(weight), calls_of(weight, plain_matmul))
 
 
-def _is_independent(matmul: Matmul, x: Tensor, step: int, max_threads: int) -> bool:
-    """Return True if parts of x give the same bits as all of x, with one thread and with many."""
-    torch.set_num_threads(1)
-    expected = matmul_by_rows(x, matmul, step)
-    for threads in {1, max_threads}:
+def _agrees(matmul: Matmul, x: Tensor, expected: Tensor, count: int, num_threads: int) -> bool:
+    """Return True if a call with `count` rows gives the expected bits, with one thread and with all, wherever a row is."""
+    starts = {first for first in (0, 1, len(expected) - count) if first + count <= len(expected)}
+    for threads in {1, num_threads}:
         torch.set_num_threads(threads)
-        for count in _TRIED_ROWS:
-            for first in {0, 1, len(x) - count}:
-                rows = x[first : first + count].clone()
-                if not torch.equal(matmul_by_rows(rows, matmul, step), expected[first : first + count]):
-                    return False
+        for first in starts:
+            rows = slice(first, first + count)
+            if not torch.equal(matmul(x[rows].clone()), expected[rows]):
+                return False
     return True
 
 

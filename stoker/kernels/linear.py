@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stoker.kernels.activation import silu_mul
 from stoker.kernels.cpu_int8 import Int8Weight, NormGrid, int8_linear, int8_norm_linear
-from stoker.kernels.cpu_rows import Matmul, matmul_by_rows, plain_matmul, row_step
+from stoker.kernels.cpu_rows import Matmul, RowCalls, calls_of, matmul_by_rows, plain_matmul
 from stoker.kernels.dispatch import overlaps, use_triton
 from stoker.kernels.exact_rows import ExactWeight, exact_linear
 from stoker.kernels.norm import rms_norm
@@ -65,13 +65,13 @@ class CpuRowsWeight:
     """A weight on a CPU whose matmul gives a row the same bits with any number of rows (cpu_rows.py)."""
 
     weight: Tensor | PackedWeight
-    step: int
+    calls: RowCalls
 
     @classmethod
     def of(cls, weight: Tensor) -> CpuRowsWeight:
         if _has_mkl(weight):
-            return cls(PackedWeight.of(weight), row_step(*weight.shape, weight.dtype, _packed_matmul))
-        return cls(weight, row_step(*weight.shape, weight.dtype, plain_matmul))
+            return cls(PackedWeight.of(weight), calls_of(weight, _packed_matmul))
+        return cls(weight, calls_of(weight, plain_matmul))
 
 
 Weight = Tensor | PackedWeight | CpuRowsWeight | Int8Weight | QuantWeight | ExactWeight
@@ -104,7 +104,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return torch.ops.mkl._mkl_linear(x, weight.packed, weight.shape, bias, len(x))
     if isinstance(weight, CpuRowsWeight):
-        out = matmul_by_rows(x, lambda rows: linear(rows, weight.weight), weight.step)
+        out = matmul_by_rows(x, lambda rows: linear(rows, weight.weight), weight.calls)
         return out if bias is None else out.add_(bias)
     if isinstance(weight, ExactWeight):
         out = exact_linear(x, weight)
