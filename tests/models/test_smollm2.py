@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 
 from stoker.base.config import EngineSettings, KvSettings
 from stoker.engine.llm import LLM
@@ -98,16 +100,19 @@ def test_logits_are_as_close_to_float64_as_those_of_transformers(
 
 
 def test_perplexity_with_8_bit_weights_is_that_of_float32(smollm2: Path, data_dir: Path) -> None:
+    """The mean of three texts. On one of 512 tokens, rounding alone can change it by 1%."""
     from test_transformers import prompt_logits
 
     from stoker.engine.build import build_engine
 
-    with gzip.open(data_dir / "train" / "tinyshakespeare.txt.gz", "rt") as text:
-        token_ids = Tokenizer.from_folder(smollm2).encode(text.read(4000))[:512]
-    targets = torch.tensor(token_ids[1:])
+    tokenizer = Tokenizer.from_folder(smollm2)
     losses = {}
-    for weights in ("float32", "int8"):
+    for weights, grid_heads in (("float32", None), ("int8", 9)):
         built = build_engine(smollm2, replace(SETTINGS, cpu_weights=weights))
-        logits = prompt_logits(built, token_ids, 256)
-        losses[weights] = torch.nn.functional.cross_entropy(logits[:-1], targets)
-    assert float((losses["int8"] - losses["float32"]).exp()) <= MAX_PERPLEXITY_RATIO
+        losses[weights] = 0.0
+        for name in ("tinyshakespeare.txt.gz", "gpteacher.jsonl.gz", "gsm8k_train.jsonl.gz"):
+            with gzip.open(data_dir / "train" / name, "rt") as text:
+                token_ids = tokenizer.encode(text.read(4000))[:512]
+            logits = prompt_logits(built, token_ids, 256, grid_heads)
+            losses[weights] += float(cross_entropy(logits[:-1], torch.tensor(token_ids[1:]))) / 3
+    assert math.exp(losses["int8"] - losses["float32"]) <= MAX_PERPLEXITY_RATIO

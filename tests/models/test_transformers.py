@@ -20,9 +20,9 @@ from stoker.sched.request import SamplingParams
 
 
 @torch.inference_mode()
-def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch.Tensor:
+def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int, grid_heads: int | None = None) -> torch.Tensor:
     """Return the logits at every position, computed `chunk` tokens at a time through the paged cache, with blocks in
-    odd places."""
+    odd places. `grid_heads`: the number of query heads, for 8-bit weights on a CPU."""
     layout = built.layout
     num_blocks = -(-len(token_ids) // layout.block_tokens)
     blocks = [BlockId(2 * i + 1) for i in reversed(range(num_blocks))]
@@ -44,7 +44,7 @@ def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch
             block_table_changes=[] if start else changes,
         )
         rows.apply(plan)
-        logits.append(built.model.logits(built.model(build_inputs(plan, rows, kv).batch)))
+        logits.append(built.model.logits(built.model(build_inputs(plan, rows, kv, grid_heads=grid_heads).batch)))
     return torch.cat(logits)
 
 
