@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ from stoker.base.config import RankSettings
 from stoker.base.errors import ConfigError, StokerError
 from stoker.engine.llm import LLM
 from stoker.engine.ranks.rank_processes import RankProcesses
+from stoker.parallel.plan_transport import PlansStuck
 from stoker.parallel.rank_watch import RankLost
 from stoker.sched.request import SamplingParams
 from stoker.sched.step_costs import StepCosts
@@ -190,3 +192,22 @@ def test_ranks_end_with_rank_0(dense: Path, tmp_path: Path) -> None:
     while any(map(is_running, pids)) and time.monotonic() < give_up_s:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
+
+
+def test_a_lost_rank_is_named_when_a_plan_does_not_reach_it() -> None:
+    """The plan's connection may break before the watch has noticed anything."""
+
+    class Broken:
+        def send(self, frame: bytes) -> None:
+            threading.Timer(0.05, fail).start()
+            raise PlansStuck("rank 1 cannot be reached")
+
+        def close(self) -> None: ...
+
+    def fail() -> None:
+        ranks._watch.fail("rank 1 is lost: killed by a test")
+
+    ranks = RankProcesses()
+    ranks._plans.append(Broken())
+    with pytest.raises(RankLost, match="rank 1 is lost: killed by a test"):
+        ranks.send(b"plan")

@@ -23,7 +23,7 @@ class Ranks(Protocol):
         """Raise RankLost if a rank has ended, hangs or has diverged."""
 
     def send(self, frame: bytes) -> None:
-        """Send a frame to all ranks."""
+        """Send a frame to all ranks. Raise RankLost if one of them cannot be reached."""
 
     def expect(self, kind: Kind, step: int, digest: int) -> None:
         """Set what all ranks should report for a step."""

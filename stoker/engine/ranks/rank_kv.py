@@ -18,7 +18,6 @@ from stoker.kv.blocks.transfer import KvTicket, LoadResult, OfferedBlock
 from stoker.kv.store.other_stores import NoOtherStores, OtherStores
 from stoker.parallel.kv_frame import KvHint, KvUpdate, LeaseChange
 from stoker.parallel.plan_frame import RankCommand
-from stoker.parallel.plan_transport import PlansStuck
 from stoker.parallel.rank_link import Kind, LinkMessage
 from stoker.parallel.rank_watch import RankLost
 from stoker.sched.leases import LeasedKv
@@ -116,7 +115,7 @@ class RankKv:
     def close(self) -> None:
         try:
             self._commands.send(RankCommand.CLOSE_KV)
-        except (RankLost, PlansStuck) as error:
+        except RankLost as error:
             log.warning("kv_not_written", reason=error.message)
             return
         with self._lock:

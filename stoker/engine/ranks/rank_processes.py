@@ -30,7 +30,7 @@ from stoker.engine.runner import Runner, StepRunner
 from stoker.models.family import ModelFamily
 from stoker.parallel.collectives import ExchangeFailed
 from stoker.parallel.plan_stream import PlanStream
-from stoker.parallel.plan_transport import PlanWriter
+from stoker.parallel.plan_transport import PlansStuck, PlanWriter
 from stoker.parallel.rank_link import Kind, LinkEnd, LinkMessage, RankLink
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankLost, RankWatch
 from stoker.parallel.ring import RingFiles, RingWriter
@@ -169,8 +169,11 @@ class RankProcesses:
                 raise RankLost("the ranks are closed")
 
     def send(self, frame: bytes) -> None:
-        for plans in self._plans:
-            plans.send(frame)
+        try:
+            for plans in self._plans:
+                plans.send(frame)
+        except PlansStuck as error:
+            raise self.explain(error) from error
 
     def expect(self, kind: Kind, step: int, digest: int) -> None:
         with self._lock:
