@@ -174,6 +174,7 @@ class Scaling:
             board=self._board.name,
             starts=self._board.starts,
             stops=list(self._board.stops),
+            counted=sorted(self._known or ()),
             decisions=[
                 ScaleDecision(
                     age_s=round(now - at_s, 1),

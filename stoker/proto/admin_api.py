@@ -119,6 +119,7 @@ class ScaleWishes(msgspec.Struct, frozen=True, kw_only=True):
     board: str = ""  # another one after each restart of the gateway, whose wishes are then counted from 1 again
     starts: list[StartWish] = []
     stops: list[str] = []  # workers that are drained and may end
+    counted: list[str] | None = None  # the workers that the latest decision knew; None: an older gateway does not say
     decisions: list[ScaleDecision] = []
 
 

@@ -2,7 +2,7 @@
 
 It does no I/O and takes the time as an argument. The gateway publishes numbered wishes. One worker is started for each wish of one
 gateway process, once. A gateway that was restarted begins again with number 1, and does not know which workers are on their way.
-So its first wishes are taken as those for the workers that have not joined yet.
+So its first wishes are taken as those for the workers that no decision of it has counted yet.
 
 A worker that could not start is tried again after a pause that doubles, as long as the wish is there. A worker is ended after it
 was drained, and when its requests have moved.
@@ -10,7 +10,7 @@ was drained, and when its requests have moved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stoker.base.backoff import BackoffLimits, RestartBackoff
@@ -80,7 +80,7 @@ class ScaleFollower:
     drain_s: float = 600.0  # a drained worker is ended after this time, even if requests still run there
     _board: str = ""
     _given: dict[int, str] = field(default_factory=dict)  # the worker that was started for a wish
-    _coming: set[str] = field(default_factory=set)  # started, and not seen by the gateway yet
+    _coming: set[str] = field(default_factory=set)  # started, and not counted by the autoscaler yet
     _failures: dict[str, int] = field(default_factory=dict)
     _retries: dict[str, _Retry] = field(default_factory=dict)  # by role
     _leaving: dict[str, float] = field(default_factory=dict)  # since when it is known that a worker shall end
@@ -95,8 +95,9 @@ class ScaleFollower:
             self._board, self._given = wishes.board, {}
             self._told.clear()
         steps: list[ScaleStep] = []
+        counted = seen.keys() if wishes.counted is None else wishes.counted
         for slot in slots:
-            steps += self._see(slot, seen, now)
+            steps += self._see(slot, counted, now)
         numbers = {wish.number for wish in wishes.starts}
         self._given = {number: name for number, name in self._given.items() if number in numbers}
         for wish in wishes.starts:
@@ -106,12 +107,12 @@ class ScaleFollower:
 
     # ---- workers that start
 
-    def _see(self, slot: WorkerSlot, seen: Mapping[str, SeenWorker], now: float) -> list[ScaleStep]:
-        """Notice that a worker has joined or could not start."""
+    def _see(self, slot: WorkerSlot, counted: Collection[str], now: float) -> list[ScaleStep]:
+        """Notice that a worker could not start, or that the autoscaler has counted it."""
         if slot.name not in self._coming:
             self._failures[slot.name] = slot.start_failures
             return []
-        if slot.phase is Phase.READY and slot.worker in seen:
+        if slot.phase is Phase.READY and slot.worker in counted:
             self._coming.discard(slot.name)
             self._retries.pop(slot.role, None)
         if slot.phase is not Phase.UNUSED:

@@ -27,6 +27,7 @@ class Fleet:
             for i in range(num_decode + num_spare)
         }
         self.seen = {slot.worker: SeenWorker() for slot in self.slots.values() if slot.phase is Phase.READY}
+        self.counted: list[str] | None = None
         self.board = "a"
         self.starts: list[StartWish] = []
         self.stops: list[str] = []
@@ -40,7 +41,7 @@ class Fleet:
 
     def step(self, seconds: float = 1.0) -> None:
         self.now += seconds
-        wishes = ScaleWishes(mode="on", board=self.board, starts=self.starts, stops=self.stops)
+        wishes = ScaleWishes(mode="on", board=self.board, starts=self.starts, stops=self.stops, counted=self.counted)
         for step in self.follower.follow(wishes, list(self.slots.values()), self.seen, self.now):
             match step:
                 case BringWorker(name=name):
@@ -102,6 +103,24 @@ def test_a_restarted_gateway_gets_the_worker_that_is_already_on_its_way() -> Non
     fleet.wish()
     fleet.step()
     assert fleet.brought == ["decode-1", "decode-2"], "a second wish is another worker"
+
+
+def test_a_wish_made_just_before_a_worker_joined_a_new_gateway_is_not_another_one() -> None:
+    """The worker serves already, but the decision that made the wish had not counted it."""
+    fleet = Fleet()
+    fleet.wish()
+    fleet.step()
+    fleet.restart_gateway()
+    fleet.wish()
+    fleet.ready("decode-1")
+    fleet.counted = [fleet.slots["decode-0"].worker]
+    fleet.step()
+    assert fleet.brought == ["decode-1"]
+    fleet.counted, fleet.starts = list(fleet.seen), []
+    fleet.step()
+    fleet.starts = [StartWish(number=2, role="decode")]
+    fleet.step()
+    assert fleet.brought == ["decode-1", "decode-2"]
 
 
 def test_a_wish_that_ran_out_while_its_worker_starts_is_not_doubled() -> None:
