@@ -1,8 +1,9 @@
 """ScaleFollower: decides which workers `stoker up` starts and ends, so that the fleet follows its gateway's autoscaler.
 
 It does no I/O and takes the time as an argument. The gateway publishes numbered wishes. One worker is started for each wish of one
-gateway process, once. A gateway that was restarted begins again with number 1, and does not know which workers are on their way.
-So its first wishes are taken as those for the workers that no decision of it has counted yet.
+gateway process, once. A gateway that was restarted begins again with number 1. It does not know which workers are on their way, and
+learns of the others one by one, when they register. So its first wishes are taken as those for the workers that no decision of
+it has counted yet.
 
 A worker that could not start is tried again after a pause that doubles, as long as the wish is there. A worker is ended after it
 was drained, and when its requests have moved.
@@ -10,6 +11,7 @@ was drained, and when its requests have moved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +20,7 @@ from stoker.proto.admin_api import ScaleWishes, StartWish
 from stoker.up.supervisor import Phase
 
 _BACKOFF = BackoffLimits(first_s=5.0, longest_s=300.0)
+_REGISTER_S = 60.0  # all healthy workers have registered with a new gateway by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class ScaleFollower:
     drain_s: float = 600.0  # a drained worker is ended after this time, even if requests still run there
     _board: str = ""
     _given: dict[int, str] = field(default_factory=dict)  # the worker that was started for a wish
-    _coming: set[str] = field(default_factory=set)  # started, and not counted by the autoscaler yet
+    # Workers that the autoscaler has not counted yet, and until when one that does not start any more is awaited.
+    _coming: dict[str, float] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)
     _retries: dict[str, _Retry] = field(default_factory=dict)  # by role
     _leaving: dict[str, float] = field(default_factory=dict)  # since when it is known that a worker shall end
@@ -94,6 +98,9 @@ class ScaleFollower:
         if wishes.board != self._board:
             self._board, self._given = wishes.board, {}
             self._told.clear()
+            for slot in slots:
+                if slot.phase not in (Phase.UNUSED, Phase.STOPPING, Phase.STOPPED):
+                    self._coming.setdefault(slot.name, now + _REGISTER_S)
         steps: list[ScaleStep] = []
         counted = seen.keys() if wishes.counted is None else wishes.counted
         for slot in slots:
@@ -113,11 +120,15 @@ class ScaleFollower:
             self._failures[slot.name] = slot.start_failures
             return []
         if slot.phase is Phase.READY and slot.worker in counted:
-            self._coming.discard(slot.name)
             self._retries.pop(slot.role, None)
+            del self._coming[slot.name]
+            return []
+        if slot.phase is not Phase.STARTING and now >= self._coming[slot.name]:
+            del self._coming[slot.name]
+            return []
         if slot.phase is not Phase.UNUSED:
             return []
-        self._coming.discard(slot.name)
+        del self._coming[slot.name]
         if slot.start_failures == self._failures.get(slot.name, 0):
             return []
         self._failures[slot.name] = slot.start_failures
@@ -149,7 +160,7 @@ class ScaleFollower:
                 f'raise max_count of [[workers]] with role = "{wish.role}"',
             )
         self._given[wish.number] = slot.name
-        self._coming.add(slot.name)
+        self._coming[slot.name] = math.inf
         return [Tell(f"{slot.name}: wanted by the autoscaler"), BringWorker(slot.name)]
 
     # ---- workers that end

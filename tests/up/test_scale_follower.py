@@ -123,6 +123,22 @@ def test_a_wish_made_just_before_a_worker_joined_a_new_gateway_is_not_another_on
     assert fleet.brought == ["decode-1", "decode-2"]
 
 
+def test_a_new_gateway_that_does_not_know_all_running_workers_starts_no_other() -> None:
+    """Workers register with it one by one. One that never does is replaced after a time."""
+    fleet = Fleet(num_decode=2)
+    fleet.counted = list(fleet.seen)
+    fleet.step()
+    fleet.restart_gateway()
+    fleet.counted = [fleet.slots["decode-1"].worker]
+    fleet.wish()
+    fleet.step()
+    assert fleet.brought == []
+    fleet.step(60.0)
+    fleet.starts = [StartWish(number=2, role="decode")]
+    fleet.step()
+    assert fleet.brought == ["decode-2"]
+
+
 def test_a_wish_that_ran_out_while_its_worker_starts_is_not_doubled() -> None:
     fleet = Fleet()
     fleet.wish()
