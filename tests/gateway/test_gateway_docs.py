@@ -1,4 +1,4 @@
-"""docs/gateway.md names every metric. docs/settings.md, which is generated, has every setting."""
+"""docs/observability.md names every metric. docs/settings.md, which is generated, has every setting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stoker.gateway.records.metrics import GatewayMetrics
 
-TEXT = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
 
 
 def test_every_metric_is_documented() -> None:

@@ -1,6 +1,6 @@
 """The gateway's Prometheus metrics. The request path only updates plain numbers; text is made when /metrics is read.
 
-docs/gateway.md lists the names.
+docs/observability.md lists the names.
 """
 
 from __future__ import annotations
