@@ -89,7 +89,7 @@ class FleetModel:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where the gateway listens."""
+    """The address on which the gateway listens."""
 
     host: str
     port: int

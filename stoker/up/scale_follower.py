@@ -66,7 +66,7 @@ ScaleStep = BringWorker | ReleaseWorker | Tell
 
 @dataclass(slots=True, eq=False)
 class _Retry:
-    """When a worker of one role may be started again after failures."""
+    """The time at which a worker of one role may be started again after failures."""
 
     backoff: RestartBackoff
     after_s: float = 0.0
