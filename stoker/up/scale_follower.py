@@ -36,7 +36,7 @@ class WorkerSlot:
 class SeenWorker:
     """A worker as the gateway sees it."""
 
-    requests: int = 0  # that run or wait there
+    requests: int = 0  # requests that run or wait there
     draining: bool = False
 
 

@@ -26,7 +26,7 @@ def test_no_command_shows_the_help(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve", "--max-rwos", "3"], "stoker serve: unknown arguments: --max-rwos 3 (did you mean --max-rows?). "),
+        (["serve", "--max-rwos=3"], "stoker serve: unknown arguments: --max-rwos=3 (did you mean --max-rows?). "),
         (["top", "--onec=1"], "stoker top: unknown arguments: --onec=1 (did you mean --once?). "),
         (["status", "--frobnicate"], "stoker status: unknown arguments: --frobnicate. "),
     ],
