@@ -21,7 +21,7 @@ Each table names its machine, its date and its command. [docs/benchmarks.md](../
 benchmarks and what they need. Capital letters in a command, such as MODEL_DIR, stand for your own paths.
 
 - Ratio: how many times better Stoker is. Below 1.00x Stoker is behind.
-- Target: the least ratio that is asked for. A section with targets lists the case that misses one by most first.
+- Target: the ratio that Stoker should reach. A section with targets lists the case that misses one by most first.
 - Competitors ran on the same machine and day, unless the notes say otherwise.
 - A baseline is the machine itself (such as memcpy), or Stoker in another configuration.
 - Machines are shared and noisy: compare within a table, not across tables.

@@ -18,7 +18,7 @@ _SLOW = 0.1  # the share of requests beyond the 90th percentile
 
 @dataclass(frozen=True, slots=True)
 class CanaryLimits:
-    """When a canary, the share of an alias, is stopped."""
+    """The limits beyond which a canary, the share of an alias, is stopped."""
 
     min_requests: int = setting(50, "Requests that a canary and the rest must have before they are compared.", ge=1)
     error_margin: float = setting(
@@ -47,7 +47,7 @@ class RequestGroup:
 
 @dataclass(frozen=True, slots=True)
 class CanaryVerdict:
-    """Whether a canary must be stopped. `numbers` are logged with it."""
+    """The result of comparing a canary with the rest. `numbers` are logged with it."""
 
     stop: bool = False
     reason: str = ""

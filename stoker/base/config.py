@@ -243,8 +243,8 @@ class RankSettings:
 
     cp: int = setting(
         1,
-        "Context split, for models with latent attention (MLA): this many of the --tp ranks hold a part of each KV block each, "
-        "so that the KV cache holds as many times the tokens. Other models split their KV by heads.",
+        "Context split, for models with latent attention (MLA): N of the --tp ranks each hold 1/N of "
+        "every KV block, so that the KV cache holds N times the tokens. Other models split their KV by heads.",
         flag="--cp",
         metavar="N",
         ge=1,
@@ -354,9 +354,9 @@ class EngineSettings:
     )
     numerics: str = setting(
         "auto",
-        "exact: the bits of a token's logits depend only on the tokens before it, not on the batch or on drafts. fast: "
-        "each step uses the fastest kernels for its size, and logits may differ in their last bits between batch sizes. "
-        "auto is exact if a drafter is loaded, else fast.",
+        "How matmuls and attention are summed. exact: the bits of a token's logits depend only on the tokens before it, not on "
+        "the batch or on drafts. fast: each step uses the fastest kernels for its size, and logits may differ in their last "
+        "bits between batch sizes. auto is exact if a drafter is loaded, else fast.",
         flag="--numerics",
         choices=("auto", "exact", "fast"),
     )

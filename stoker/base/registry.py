@@ -33,11 +33,15 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str) -> T:
-        """Return the entry. Raise ConfigError, which lists the available names, if there is none."""
+    def get(self, name: str, setting: str = "") -> T:
+        """Return the entry. Raise ConfigError, which lists the available names, if there is none.
+
+        `setting` is where the name was given, such as "--kv-tier", for the error.
+        """
         self._scan()
         if name not in self._entries:
-            raise ConfigError(f"unknown {self._kind} {name!r}; available: {', '.join(sorted(self._entries))}")
+            where = f"{setting}: " if setting else ""
+            raise ConfigError(f"{where}unknown {self._kind} {name!r}; available: {', '.join(sorted(self._entries))}")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:

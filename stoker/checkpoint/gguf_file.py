@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is in the file, and how it is stored."""
+    """The place of a tensor in the file, and how it is stored."""
 
     name: str
     type: GGMLQuantizationType

@@ -42,7 +42,7 @@ _RESIDENT_RATIO = 0.95  # a block counts as cached when this part of its pages i
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor's bytes are in a safetensors file. A tuple, because large models have 200,000 of them."""
+    """The place of a tensor's bytes in a safetensors file. A tuple, because large models have 200,000 of them."""
 
     file: Path
     dtype: str

@@ -71,7 +71,7 @@ def _name(action: argparse.Action) -> str:
     if action.choices is not None and action.metavar is None:
         value = ", ".join(map(str, action.choices))
     if not action.option_strings:
-        return f"`{value}`"
+        return _cell(f"`{value}`")
     if action.nargs == 0:
         value = ""
     return _cell(", ".join(f"`{f'{flag} {value}'.strip()}`" for flag in action.option_strings))

@@ -45,7 +45,7 @@ workers:
 
 keys:
   stoker keys create alice --tenant team-a           stores a key for alice, and prints it once
-  Without keys, every client is served. Prices, limits and all other settings: docs/gateway.md.
+  Without keys, every client is served. Limits and prices: docs/billing.md. All settings: docs/settings.md.
 """
 
 log = logs.EventLog("gateway")

@@ -7,6 +7,7 @@ modules are imported for `--help`, so slow imports belong inside run().
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import pkgutil
@@ -48,8 +49,14 @@ class _Parser(argparse.ArgumentParser):
         # Unknown arguments of a command are reported here, by the command's own parser, and not by the parser of `stoker`.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown arguments: {' '.join(unknown)}")
+            self.error(f"unknown arguments: {' '.join(unknown)}{self._nearest(unknown)}")
         return parsed, unknown
+
+    def _nearest(self, unknown: Sequence[str]) -> str:
+        """Return a hint at the existing flag that the first unknown one resembles, or nothing."""
+        flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+        near = difflib.get_close_matches(flag, self._option_string_actions, 1)
+        return f" (did you mean {near[0]}?)" if near else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_ERROR, f"{self.prog}: {message}. `{self.prog} --help` shows the arguments.\n")

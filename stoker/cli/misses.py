@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 NAME = "misses"
 HELP = "show why prompt tokens were not cached, and what it cost"
 DESCRIPTION = """Show why prompt tokens were computed instead of found in a cache, by API key and reason, since the gateway
-started. COST is their price as uncached input. EXTRA is what of it cached input would have saved. docs/gateway.md explains the
-reasons."""
+started. COST is their price as uncached input. EXTRA is what of it cached input would have saved. docs/observability.md explains
+the reasons."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,10 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="A folder with config.json, a config.json file, or a name on the Hugging Face hub.",
     )
     parser.add_argument(
-        "--gpus", metavar="GPUS", help="Machines of GPUs: 8xH100, or 8xH200,8xH200 for two machines. It is required."
+        "--gpus",
+        metavar="GPUS",
+        help="Machines of GPUs: 8xH100, or 8xH200,8xH200 for two machines. Required without --trace.",
     )
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="Length of the sequences to plan for. The default is 32768."
+        "--context", type=int, metavar="TOKENS", help="Length of the sequences to plan for. Default: 32768."
     )
     parser.add_argument(
         "--cache-dir", type=expand_home, metavar="DIR", help="The cache folder. Default: ~/.cache/stoker."

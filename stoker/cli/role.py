@@ -11,10 +11,10 @@ from stoker.cli.gateway_admin import GatewayAdmin, add_gateway_arguments
 
 NAME = "role"
 HELP = "give a running worker another role"
-DESCRIPTION = """Give a running worker another role: unified, prefill or decode. It takes effect with the next request. None fails.
-Requests that run on the worker finish there, or continue on other workers with --move. The role is not stored: a worker
-that is started again has the role of its command line or settings file. WORKER is the name that `stoker status` shows, such as
-10.0.0.7:8001."""
+DESCRIPTION = """Give a running worker another role: unified, prefill or decode. It takes effect with the next request, and
+none fails. Requests that run on the worker finish there, or continue on other workers with --move. The role is not stored: a
+worker that is started again has the role of its command line or settings file. WORKER is the name that `stoker status`
+shows, such as 10.0.0.7:8001."""
 
 _ROLES = ("unified", "prefill", "decode")
 

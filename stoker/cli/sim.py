@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None and not os.path.isdir(args.html.parent):
         raise ConfigError(f"--html {args.html}: there is no folder {args.html.parent}")
     calibration = read_calibration(args.calibration, __version__, args.model)
-    POLICIES.get(args.policy)
+    POLICIES.get(args.policy, "--policy")
     unified = args.unified if args.unified is not None else int(not (args.prefill or args.decode))
     fleet = SimFleet(unified, args.prefill, args.decode, args.kv_blocks, args.host_gib, args.disk_gib, args.shared_gib)
     config = SimConfig(

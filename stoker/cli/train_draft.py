@@ -131,7 +131,7 @@ def tokenize(
 
 
 class StopRequest:
-    """Whether Ctrl-C or SIGTERM arrived. While training, the running step ends and is saved. Elsewhere, and for a second
+    """Notes that Ctrl-C or SIGTERM arrived. While training, the running step ends and is saved. Elsewhere, and for a second
     signal, the command ends at once."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=expand_home,
         metavar="DIR",
         help="The cache folder, as given to `stoker serve`. The result is a file in its folder `tuning`. "
-        "The default is ~/.cache/stoker.",
+        "Default: ~/.cache/stoker.",
     )
     parser.add_argument("--offline", action="store_true", help="Download nothing.")
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 NAME = "upgrade"
 HELP = "restart the workers of a fleet one at a time"
-DESCRIPTION = """Restart the workers of a fleet one at a time, such as after a new version was installed. Each one is drained, and
-its requests move to other workers, and it is restarted and watched before the next one. The upgrade stops with exit code 1 at the
-first worker that does not get ready, whose requests fail, or that is much slower than the others. Workers of `stoker up` on this
-machine are restarted by it. Others need --restart."""
+DESCRIPTION = """Restart the workers of a fleet one at a time, for example after the installation of a new version. Each one
+is drained, its requests move to other workers, and it is restarted and watched before the next one. The upgrade stops with
+exit code 1 at the first worker that does not get ready, whose requests fail, or that is much slower than the others. Workers
+of `stoker up` on this machine are restarted by it. Others need --restart."""
 
 EXIT_STOPPED = 1
 _GONE_S = 120.0

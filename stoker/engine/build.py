@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from stoker.base.clock import RealClock
 from stoker.base.config import EngineSettings
 from stoker.base.ids import RequestId
@@ -18,14 +16,22 @@ from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.draft_model import open_chosen_draft
 from stoker.engine.engine_leases import EngineLeases
-from stoker.engine.gpu_memory import MemoryLine, MemoryTable
+from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.interrupt import Interrupt
 from stoker.engine.kernel_limits import explain_kernel_error
 from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, resolve
 from stoker.engine.model_identity import read_hf_config
-from stoker.engine.part import ModelSource, Progress, build_part, identity_of, max_context, tier_share
+from stoker.engine.part import (
+    EnginePart,
+    ModelSource,
+    Progress,
+    build_part,
+    identity_of,
+    max_context,
+    tier_share,
+)
 from stoker.engine.ranks.rank_host import NoRanks, RankHost
 from stoker.engine.ranks.rank_processes import RankProcesses
 from stoker.engine.runner import StepRunner
@@ -38,6 +44,7 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
+from stoker.kv.store.tiers.tier import check_tier_names
 from stoker.models.family import Model, family_of
 from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
@@ -112,14 +119,15 @@ def build_engine(
     step of flex sequences.
     """
     started_s = time.monotonic()
-    timeline = timeline or Timeline()
+    timeline, grammars = timeline or Timeline(), grammars or NoGrammars()
+    check_tier_names(settings.store)
     hf = read_hf_config(folder)
     family = family_of(hf, str(folder / "config.json"))
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
         memory = MemoryTable(resolved.device, settings.ranks.per_gpu)
     ranks = ranks or (NoRanks() if resolved.layout.num_ranks == 1 else RankProcesses())
-    with ExitStack() as undo:
+    with ExitStack() as undo:  # what must be closed if a later part cannot be built
         undo.callback(ranks.close)
         if tuning_dir is not None and resolved.device.type == "cuda":
             load_tuning(tuning_dir, resolved.device)
@@ -127,65 +135,58 @@ def build_engine(
         source = ModelSource(folder, hf, random_weights_seed, ahead, kernel_cache_dir, draft)
         engine_id = uuid.uuid4().hex
         place = ranks.connect(source, family, settings, resolved, engine_id)
-        grammars = grammars or NoGrammars()
-        options = (place, grammars, progress, timeline)
-        part = build_part(family, source, settings, resolved, *options)
+        part = build_part(family, source, settings, resolved, place, grammars, progress, timeline)
         runner = ranks.drive(part.runner)
         others = ranks.other_kv(wake)
+        if resolved.layout.num_ranks == 1 and not resolved.steps_ahead:
+            part.runner.interrupt = Interrupt(has_urgent, family.shape.num_layers)
+        resolved, kv = part.resolved, part.kv
+        memory.add_line("weights", part.weight_bytes)
+        memory.add_line("KV", kv.num_bytes)
+        pool, *local_pools = _make_pools(kv, observer)
+        identity, rates = identity_of(family, source, part), StepRates()
+        names = (identity, identity.fingerprint, lambda: rates.prefill_tokens_per_s, wake)
+        store = build_store(settings, kv, *names, share=tier_share(family, part), others=others)
+        undo.callback(store.close)
+        leases, handoff = LeaseBook(), settings.handoff
+
+        def released(lease_id: str) -> None:
+            engine.release_lease(lease_id)
+            wake()
+
+        server = PeerServer(kv, identity, leases, handoff, released, engine_id) if handoff.serves else None
+        if server is not None:
+            undo.callback(server.close)
+            server.other_ranks = ranks.kv_addresses
+        lease = LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None
+        config = _scheduler_config(resolved, family.shape.vocab_size, identity.fingerprint, lease, store.max_offers)
+        draft_counts = DraftCounts()
+        stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
+        parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks, forced_start=grammars.forced_start)
+        drafting = wrap_drafting(resolved.drafters.build(parts, draft_counts))
+        scheduler = Scheduler(config, pool, drafting, local_pools)
+        engine = Engine(
+            scheduler, runner, RealClock(), resolved.steps_ahead, store, EngineLeases(leases, others), rates
+        )
+        if resolved.device.type == "cuda":
+            _warm_up(runner, part, progress, timeline)
+        _add_working_memory(memory, part.working)
+        if handoff.prefills or store.tiers:
+            progress("measuring", 0, 1)
+            _measure_prefill(runner, config, kv, rates, resolved)
+            store.measure()
         undo.pop_all()
-    if resolved.layout.num_ranks == 1 and not resolved.steps_ahead:
-        part.runner.interrupt = Interrupt(has_urgent, family.shape.num_layers)
-    resolved, kv, working, model = part.resolved, part.kv, part.working, part.model
-    layout, max_model_tokens = kv.layout, part.max_model_tokens
-    memory.add_line("weights", part.weight_bytes)
-    memory.add_line("KV", kv.num_bytes)
-    pool, *local_pools = _make_pools(kv, observer)
-    identity = identity_of(family, source, part)
-    fingerprint, rates = identity.fingerprint, StepRates()
-    names = (identity, fingerprint, lambda: rates.prefill_tokens_per_s, wake)
-    store = build_store(settings, kv, *names, share=tier_share(family, part), others=others)
-    leases = LeaseBook()
-
-    def released(lease_id: str) -> None:
-        engine.release_lease(lease_id)
-        wake()
-
-    handoff = settings.handoff
-    server = PeerServer(kv, identity, leases, handoff, released, engine_id) if handoff.serves else None
-    if server is not None:
-        server.other_ranks = ranks.kv_addresses
-    lease = LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None
-    config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, store.max_offers)
-    draft_counts = DraftCounts()
-    stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
-    parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks, forced_start=grammars.forced_start)
-    scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)), local_pools)
-    updates = EngineLeases(leases, others)
-    engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, updates, rates)
-    if resolved.device.type == "cuda":
-        progress("compiling and capturing", 0, 1)
-        with timeline.stage("wait for kernels"):
-            part.kernels.wait(timeline)
-        with timeline.stage("graphs"):
-            _warm_up(runner, model, resolved.device)
-    memory.add_line("graphs and libraries", working.graph_bytes)
-    memory.take_arena(working.arena_bytes)
-    memory.add_reserve(working.reserve_bytes + working.spare_bytes)
-    if handoff.prefills or store.tiers:
-        progress("measuring", 0, 1)
-        _measure_prefill(runner, config, kv, rates, resolved)
-        store.measure()
     return BuiltEngine(
         engine=engine,
         scheduler=scheduler,
         pool=pool,
         local_pools=local_pools,
-        model=model,
+        model=part.model,
         settings=resolved,
-        layout=layout,
+        layout=kv.layout,
         vocab_size=family.shape.vocab_size,
-        max_model_tokens=max_model_tokens,
-        fingerprint=fingerprint,
+        max_model_tokens=part.max_model_tokens,
+        fingerprint=identity.fingerprint,
         engine_id=engine_id,
         store=store,
         server=server,
@@ -205,14 +206,25 @@ def _make_pools(kv: DeviceKv, observer: PoolObserver | None = None) -> list[Bloc
     return [BlockPool(memory.num_blocks, one, kv_set.reach) for kv_set, memory, one in sets]
 
 
-def _warm_up(runner: StepRunner, model: Model, device: torch.device) -> None:
+def _warm_up(runner: StepRunner, part: EnginePart, progress: Progress, timeline: Timeline) -> None:
     """Compile the kernels and capture the first graphs. Raises ModelFilesError if a kernel cannot run on this GPU."""
-    try:
-        runner.warm_up()
-    except Exception as error:
-        if (explained := explain_kernel_error(error, model, device)) is not None:
-            raise explained from error
-        raise
+    progress("compiling and capturing", 0, 1)
+    with timeline.stage("wait for kernels"):
+        part.kernels.wait(timeline)
+    with timeline.stage("graphs"):
+        try:
+            runner.warm_up()
+        except Exception as error:
+            if (explained := explain_kernel_error(error, part.model, part.resolved.device)) is not None:
+                raise explained from error
+            raise
+
+
+def _add_working_memory(memory: MemoryTable, working: WorkingMemory) -> None:
+    """Add what steps need besides weights and KV. The arena is allocated here."""
+    memory.add_line("graphs and libraries", working.graph_bytes)
+    memory.take_arena(working.arena_bytes)
+    memory.add_reserve(working.reserve_bytes + working.spare_bytes)
 
 
 def _scheduler_config(

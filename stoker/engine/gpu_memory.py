@@ -94,7 +94,7 @@ class MemoryTable:
     """Planned and used bytes, line by line. Used is the decrease of free memory since the line before. Empty on a CPU."""
 
     def __init__(self, device: torch.device, ranks_per_gpu: int = 1) -> None:
-        """Of a GPU that ranks share, only this process's allocations are counted: the others allocate meanwhile."""
+        """`ranks_per_gpu` ranks share the GPU. Then only the allocations of this process are counted."""
         self._device, self._sharers = device, ranks_per_gpu
         self.lines: list[MemoryLine] = []
         self._free_bytes = 0

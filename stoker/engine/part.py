@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the weights come from. With `random_seed`, no weight files are read. `cache_dir` has the choice of CPU kernels,
+    """The source of the weights. With `random_seed`, no weight files are read. `cache_dir` has the choice of CPU kernels, and
     `draft` are the files of the draft model."""
 
     folder: Path

@@ -17,7 +17,7 @@ from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
 from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.kv.store.other_stores import OtherStores
 from stoker.kv.store.set_store import SetParts
-from stoker.kv.store.tiers.tier import TierContext, build_tier, check_tier_names, tier_names
+from stoker.kv.store.tiers.tier import TierContext, build_tier, tier_names
 
 
 def build_store(
@@ -43,7 +43,6 @@ def build_store(
     def on_forgotten(tier: MeasuredTier, keys: Sequence[BlockKey]) -> None:
         store.offer_again(tier, keys)
 
-    check_tier_names(settings.store)
     block_bytes = [one.layout.block_bytes for one in kv.layout.sets]
     parts = []
     for number, (one, memory) in enumerate(zip(kv.layout.sets, kv.sets, strict=True)):

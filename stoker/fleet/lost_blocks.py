@@ -18,7 +18,7 @@ _BATCH = 1 << 12  # reaching the front of a large dict is slow, so some more are
 
 
 class BlockLoss(NamedTuple):
-    """When a block was lost, and why.
+    """The time at which a block was lost, and the reason.
 
     `evicted`: its worker needed the space. `restarted`: its worker lost all blocks. `left`: its worker has left the fleet.
     `not_stored`: its worker never reported it. `forgotten`: the index was full, so the worker may still hold it.

@@ -73,7 +73,7 @@ class ScaleBoard:
 
 
 class WaitingRequests(Protocol):
-    """Where requests wait for a worker."""
+    """The queue in which requests wait for a worker."""
 
     @property
     def num_waiting(self) -> int: ...

@@ -16,7 +16,7 @@ from stoker.kv.device.device_kv import GroupKv
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """Where the layers of one KV group read and write their KV."""
+    """The places at which the layers of one KV group read and write their KV."""
 
     # [tokens * kv_heads], where each token's K is in the group's layer 0; V and the other layers are at fixed offsets
     slots: Tensor

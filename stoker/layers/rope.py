@@ -87,8 +87,11 @@ def half_order(width: int, rotated: int, interleaved: bool) -> tuple[int, ...]:
 
 
 class Rope(nn.Module):
-    """cos and sin of positions, in float32: bfloat16 cannot distinguish late positions. They come from tables of the
-    positions that will be served. For very long contexts they are computed, because the tables would take gigabytes."""
+    """Gives cos and sin of positions, in float32, because bfloat16 cannot distinguish late positions.
+
+    They come from tables of the positions that will be served. For very long contexts they are computed, because the tables
+    would take gigabytes.
+    """
 
     def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ ARRIVALS: tuple[Arrival, ...] = ("poisson", "constant", "gamma")
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """When sessions start, and how many run at once.
+    """The times at which sessions start, and how many run at once.
 
     `rate` is in sessions per second (requests, if a session has one turn). Without a rate a session starts at its trace's
     time, or at once. `slots` limits how many sessions run at a time in every case.

@@ -25,7 +25,7 @@ class Mesh(Protocol):
         """Return the sum of the ranks' partial results, in the order of the ranks. The memory may be reused."""
 
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor:
-        """[rows, this rank's tokens] -> [rows, vocab]"""
+        """Return the logits of the whole vocabulary: [rows, this rank's tokens] -> [rows, vocab]."""
 
     def share(self, token_ids: Tensor) -> Tensor:
         """Return the token ids [heads] of the first rank."""

@@ -55,7 +55,7 @@ class BlockRemoved(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All blocks of all media were removed."""
+    """An event: all blocks of all media were removed."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

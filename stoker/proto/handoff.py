@@ -38,7 +38,8 @@ class HandoffFlags(msgspec.Struct):
 
 
 class KeepParams(msgspec.Struct):
-    """With `do_remote_decode`: the name that the lease ids start with. If it is missing, the worker generates one."""
+    """`kv_transfer_params` with `do_remote_decode`. The lease ids start with `transfer_id`, which the worker generates if
+    it is missing."""
 
     transfer_id: TransferId | None = None
 
@@ -51,7 +52,7 @@ def encode_keep_params(transfer_id: str) -> bytes:
 
 
 class KvTransfer(msgspec.Struct, kw_only=True):
-    """Where the KV of one choice can be pulled. `transfer_mode` distinguishes our workers from other engines."""
+    """The place from which the KV of one choice can be pulled. `transfer_mode` distinguishes our workers from other engines."""
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
@@ -93,7 +94,7 @@ class KvTransfer(msgspec.Struct, kw_only=True):
 
 
 class KvTransfers(msgspec.Struct, kw_only=True):
-    """Where the KV of several choices can be pulled, one entry per choice. An entry is null if its choice has ended."""
+    """The places from which the KV of several choices can be pulled. An entry is null if its choice has ended."""
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False

@@ -272,7 +272,7 @@ class BegunStream(msgspec.Struct, eq=False):
     """A stream that another gateway can continue if this one dies, or that another one has begun."""
 
     notes: ResumeNotes = msgspec.field(default_factory=ResumeNotes)
-    num_events: int = 0  # that the client has from the other gateway
+    num_events: int = 0  # events that the client has from the other gateway
     num_tokens: int = 0  # in the notes of the other gateway, which has billed them
 
 

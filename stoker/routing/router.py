@@ -79,7 +79,7 @@ class Router:
         self._fleet = fleet
         self._load_book = load_book
         self._indexes = indexes
-        self._policy = policy or POLICIES.get(self._settings.policy)(self._settings)
+        self._policy = policy or POLICIES.get(self._settings.policy, "routing.policy")(self._settings)
         self._shortlist: Shortlist | None = None  # None: the policy must see all workers
         if isinstance(self._policy, ShortlistPolicy):
             self._shortlist = Shortlist(self._policy, load_book, self._typical)

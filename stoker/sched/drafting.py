@@ -27,7 +27,7 @@ class Drafting(Protocol):
 
     @property
     def uses_costs(self) -> bool:
-        """Whether `plan` looks at the costs. If not, they need not be fitted for each step."""
+        """True if `plan` looks at the costs. Otherwise they need not be fitted for each step."""
 
     @property
     def num_guesses(self) -> int:

@@ -136,7 +136,7 @@ class Trainer:
         return self._batches[place]
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """bfloat16 for matmuls on a GPU, with the weights in float32."""
+        """Return the context in which matmuls run in bfloat16 on a GPU, with the weights in float32."""
         on_gpu = self._target.device.type == "cuda"
         return torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
 

@@ -53,7 +53,7 @@ class TrainSettings:
     )
     unroll: int = setting(
         5,
-        "Steps of the head on its own hidden states while it is trained. Serving drafts 3 tokens.",
+        "Steps of the head on its own hidden states while it is trained. Serving drafts up to 8 tokens.",
         flag="--unroll",
         ge=1,
         le=16,

@@ -60,7 +60,7 @@ class UnrolledAttention(nn.Module):
         self.o_proj = _Projection(q_size, layer.hidden_size, generator)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, memory: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x [batch, rows, 2 * hidden]   cos, sin [rows, head_dim]   -> [batch, rows, hidden]
+        """Return the attention's output: x [batch, rows, 2 * hidden], cos, sin [rows, head_dim] -> [batch, rows, hidden].
 
         `memory` has keys and values of the earlier steps. Those of this step are appended.
         """

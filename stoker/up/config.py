@@ -218,7 +218,7 @@ class WorkersConfig:
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """fleet.toml."""
+    """The content of fleet.toml."""
 
     workers: tuple[WorkersConfig, ...]
     gateway: dict[str, Any] = field(default_factory=dict)  # passed on to the gateway
@@ -330,7 +330,9 @@ def _gateway_table(table: Any) -> dict[str, Any]:
 def _check_roles(config: FleetConfig) -> None:
     others = config.gateway.get("worker", [])
     if not any(one.count for one in config.workers) and not others:
-        raise ConfigError("there is no worker: at least one [[workers]] is needed")
+        raise ConfigError(
+            "there is no worker: add a [[workers]] table with a count above 0, or --unified, --prefill or --decode"
+        )
     if others:
         return  # workers elsewhere may have the roles that are missing here
     for model in {one.model for one in config.workers}:

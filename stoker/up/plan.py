@@ -65,7 +65,7 @@ class FleetPart:
     nodes: int = 1  # machines that its ranks are divided over
     gpus_per_node: int = 1
     device: str | None = None
-    files: Mapping[str, Path] = field(default_factory=dict)  # whose names in the command become their paths
+    files: Mapping[str, Path] = field(default_factory=dict)  # the names in the command are replaced by these paths
     spare: bool = False  # it starts when the autoscaler wants it
 
     def uses_gpus(self, are_there: bool) -> bool:
@@ -89,7 +89,7 @@ class FleetModel:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where the gateway listens."""
+    """The address on which the gateway listens."""
 
     host: str
     port: int

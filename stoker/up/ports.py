@@ -18,7 +18,7 @@ _TRIES = 1000
 
 
 class Ports(Protocol):
-    """Where the planner gets its ports from."""
+    """The source of the planner's ports."""
 
     def take(self, host: str, port: int) -> int:
         """Reserve this port, or any free one if it is 0. Raise ConfigError if it is taken."""

@@ -39,7 +39,7 @@ class WorkerSlot:
 class SeenWorker:
     """A worker as the gateway sees it."""
 
-    requests: int = 0  # that run or wait there
+    requests: int = 0  # requests that run or wait there
     draining: bool = False
 
 
@@ -69,7 +69,7 @@ ScaleStep = BringWorker | ReleaseWorker | Tell
 
 @dataclass(slots=True, eq=False)
 class _Retry:
-    """When a worker of one role may be started again after failures."""
+    """The time at which a worker of one role may be started again after failures."""
 
     backoff: RestartBackoff
     after_s: float = 0.0

@@ -102,8 +102,10 @@ class ModelText:
         return cls(
             tokenizer=tokenizer,
             template=template,
-            tool_parser=TOOL_PARSERS.get(tool_format or template.tool_format),
-            reasoning_parser=None if reasoning in (None, "none") else REASONING_PARSERS.get(reasoning),
+            tool_parser=TOOL_PARSERS.get(tool_format or template.tool_format, "--tool-format"),
+            reasoning_parser=None
+            if reasoning in (None, "none")
+            else REASONING_PARSERS.get(reasoning, "--reasoning-format"),
             longest_token=max(map(len, tokenizer.vocabulary.table)),
         )
 

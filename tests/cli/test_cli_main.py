@@ -23,6 +23,21 @@ def test_no_command_shows_the_help(capsys):
     assert "usage: stoker" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "--max-rwos=3"], "stoker serve: unknown arguments: --max-rwos=3 (did you mean --max-rows?). "),
+        (["top", "--onec=1"], "stoker top: unknown arguments: --onec=1 (did you mean --once?). "),
+        (["status", "--frobnicate"], "stoker status: unknown arguments: --frobnicate. "),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest_one(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
 def test_closed_standard_streams_are_opened_also_for_child_processes():
     code = (
         "import os\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from markdown_pages import ROOT
 
+from bench.contract import names_by_group
 from stoker.cli.commands import reference
 from stoker.cli.main import main
 
@@ -26,6 +27,12 @@ def test_every_error_code_is_explained() -> None:
     assert len(codes) > 40
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert sorted(code for code in codes if f"`{code}`" not in page) == []
+
+
+def test_every_benchmark_has_a_row() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = page.partition("### What each benchmark needs")[2].partition("\n### ")[0]
+    assert [name for names in names_by_group().values() for name in names if f"`{name}`" not in rows] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -58,7 +58,10 @@ def flags(plan: FleetPlan, name: str) -> dict[str, Any]:
     [
         ("[gatewy]", "gatewy: no such table; did you mean gateway?"),
         ("[workers]\ncount = 1", "workers: write [[workers]], once for each kind of worker"),
-        ("", "there is no worker: at least one [[workers]] is needed"),
+        (
+            "",
+            "there is no worker: add a [[workers]] table with a count above 0, or --unified, --prefill or --decode",
+        ),
         ("[[workers]]\ncuont = 2", "workers.cuont: no such setting; did you mean workers.count?"),
         ("[[workers]]\nthread = 2", "workers.thread: no such setting; did you mean workers.threads?"),
         (
@@ -72,7 +75,10 @@ def flags(plan: FleetPlan, name: str) -> dict[str, Any]:
             'workers.max_count=2 has no effect without the autoscaler: write mode = "on" and max_workers under '
             "[gateway.autoscale], or remove max_count",
         ),
-        ("[[workers]]\ncount = 0\nmax_count = 2", "there is no worker: at least one [[workers]] is needed"),
+        (
+            "[[workers]]\ncount = 0\nmax_count = 2",
+            "there is no worker: add a [[workers]] table with a count above 0, or --unified, --prefill or --decode",
+        ),
         ("[[workers]]\ncount = 'two'", "workers.count='two': give a whole number, at least 0"),
         ("[[workers]]\nthreads = 'two'", "workers.threads='two': give a whole number, at least 1"),
         ("[[workers]]\nthreads = true", "workers.threads=True: give a whole number, at least 1"),

@@ -29,7 +29,7 @@ from stoker.gateway.admission.prices import FREE, Price
 from stoker.gateway.admission.rate_limits import Refusal
 
 _TICK_S = 0.05
-_MAX_FREE_MODELS = 64  # that the log names; a client may make up names
+_MAX_FREE_MODELS = 64  # the log names at most this many, because a client may make up names
 _CHARGE_S = 1.0  # how often the output of running requests is charged
 
 log = EventLog("admission")
@@ -141,7 +141,7 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self.running: set[AdmittedRequest] = set()  # the admitted requests of keys with a token limit or a budget
         self._charging: asyncio.TimerHandle | None = None
-        self._free_models: set[str] = set()  # that are named in the log
+        self._free_models: set[str] = set()  # models without a price that the log has named
 
     async def prepare(self, caller: Caller) -> None:
         """Lease the key's limits from the store, if they are not leased yet. Call it before `claim`."""

@@ -110,7 +110,7 @@ class LimitLeases:
         return all(limit.held or limit.name not in self._limits for limit in limits)
 
     def _close_budgets(self, limits: Sequence[LeasedLimit]) -> None:
-        """Without the store, a budget without a lease allows nothing. Other limits are this gateway's alone."""
+        """Let budgets without a lease allow nothing. Without the store, other limits are enforced by this gateway alone."""
         for limit in limits:
             if isinstance(limit, Budget) and not limit.held:
                 limit.close()

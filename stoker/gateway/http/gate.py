@@ -24,7 +24,7 @@ class BodyGrant:
 
     max_body_bytes: int
     caller: Any = None  # the authenticated caller; opaque here, and passed on as `HttpRequest.caller`
-    account: str | None = None  # whose share of the body budget is used. None: the share of the client's address
+    account: str | None = None  # its share of the body budget is used. None: the share of the client's address
     beyond: Callable[[], HeadRefusal] | None = None  # makes the answer to a larger body, in place of status 413
 
 

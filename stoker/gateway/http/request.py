@@ -80,7 +80,7 @@ class HttpRequest:
     )
 
     task: asyncio.Task[None]  # runs the handler; set by the server
-    account: str  # whose share of the body budget holds `num_held` bytes for this request; set by the connection
+    account: str  # its share of the body budget holds `num_held` bytes for this request; set by the connection
     num_held: int
     answer_name: str = (
         ""  # set if other gateways may run this request too: its prompt is billed once for all runs of this name

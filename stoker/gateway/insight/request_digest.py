@@ -16,7 +16,7 @@ _OK = 200
 
 
 class RequestTimes(msgspec.Struct, frozen=True, gc=False):
-    """When the request passed each stage, on the gateway's clock. None: it did not get there."""
+    """The times at which the request passed each stage, on the gateway's clock. None: it did not get there."""
 
     arrived_s: float
     sent_s: float | None = None

@@ -23,7 +23,7 @@ TOTALS = (
     "cached_tokens",
     "completion_tokens",
     *(f"{tier}_tokens" for tier in TIERS),
-    "streams",  # that had a first token, for the mean of its parts
+    "streams",  # streams that had a first token, for the mean of its parts
     *(f"{part}_s" for part in TTFT_PARTS),
     "cost",
     "saved",

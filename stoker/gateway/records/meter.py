@@ -40,7 +40,7 @@ from stoker.gateway.store.limit_tables import LIMIT_TABLES, add_spent
 from stoker.gateway.store.slot_file import FoundSlot, SlotFile, SlotFileInUse
 from stoker.gateway.store.store import Store, StoreRefused, StoreUnavailable, Transaction
 
-_MAX_PROCESSES = 256  # that share a store on one machine
+_MAX_PROCESSES = 256  # gateway processes that may share a store on one machine
 _RETRY_S = (0.05, 0.2, 1.0, 5.0)
 _CLOSE_TRIES = 3
 _FORGOTTEN_EVERY_S = 600.0

@@ -1,6 +1,6 @@
 """The gateway's Prometheus metrics. The request path only updates plain numbers; text is made when /metrics is read.
 
-docs/gateway.md lists the names.
+docs/metrics.md lists the names, and docs/observability.md explains the labels.
 """
 
 from __future__ import annotations
@@ -90,13 +90,15 @@ class GatewayMetrics:
 
     def _lines(self) -> Iterator[str]:
         requests = {(("endpoint", e), ("status", str(s))): float(n) for (e, s), n in self.requests.items()}
-        yield from _family("stoker_gateway_requests_total", "Requests ended", "counter", requests.items())
+        yield from _family(
+            "stoker_gateway_requests_total", "Generating requests that ended", "counter", requests.items()
+        )
         for name, text, label, counts in (
             ("prompt_tokens", "Prompt tokens of served requests", "model", self.prompt_tokens),
             ("cached_tokens", "Prompt tokens of served requests that were found in cache", "model", self.cached_tokens),
             ("completion_tokens", "Tokens generated", "model", self.completion_tokens),
             ("cached_tier_tokens", "Cached prompt tokens by the tier that held them", "tier", self.tier_tokens),
-            ("ttft_part_seconds", "Time to the first byte of all requests by its parts", "part", self.ttft_parts_s),
+            ("ttft_part_seconds", "Time to the first byte of streams by its parts", "part", self.ttft_parts_s),
             ("retries", "Requests sent to another worker before the first byte", "reason", self.retries),
             ("moves", "Running requests that a draining worker handed to another one", "outcome", self.moves),
             ("resumes", "Broken streams continued, or not, by another worker", "outcome", self.resumes),

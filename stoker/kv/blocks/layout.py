@@ -66,7 +66,7 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Where a rank's part of a group is in a block: `[layers][segments][heads]` pages from byte `offset` on.
+    """The place of a rank's part of a group in a block: `[layers][segments][heads]` pages from byte `offset` on.
 
     A page holds one head of one segment: `[block_tokens][width]`. With a dtype that has scales, the wide values of all
     tokens follow the others, and then come the scales.
@@ -188,7 +188,7 @@ class KvLayout:
 
     @cached_property
     def places(self) -> tuple[GroupLayout, ...]:
-        """Where each group of this rank is in a block."""
+        """The place of each group of this rank in a block."""
         places: list[GroupLayout] = []
         for group in self.groups:
             offset = places[-1].offset + places[-1].num_bytes if places else 0

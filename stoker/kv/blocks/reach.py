@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KvReach:
-    """With extent 0, a token sees all tokens before it. With the kind "window" it sees the last `extent` tokens, itself
-    included. With the kind "chunk" it sees those of its chunk, which is position // extent."""
+    """The tokens that a token sees.
+
+    With extent 0, these are all tokens before it. With the kind "window" they are the last `extent` tokens, itself included.
+    With the kind "chunk" they are those of its chunk, which is position // extent.
+    """
 
     kind: str = "all"
     extent: int = 0

@@ -37,7 +37,7 @@ class GroupKv:
     all_pages: Tensor  # [pages, values of a page], from the group's first page on
     kind: str  # see KvGroup
     extent: int
-    kv_set: int = 0  # whose block tables the group uses
+    kv_set: int = 0  # the group uses its block tables
     split: BlockSplit = ALL_TOKENS  # which tokens of each block are here
 
     @property

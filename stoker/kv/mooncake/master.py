@@ -102,7 +102,7 @@ class MooncakeMaster:
 
     @property
     def address(self) -> str:
-        """host:port, as in the workers' settings."""
+        """The master's HOST:PORT, as in the workers' settings."""
         return f"{self._host}:{self._port}"
 
     @property

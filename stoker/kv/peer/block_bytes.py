@@ -50,7 +50,7 @@ class BlockSink(Protocol):
 
     @property
     def is_direct(self) -> bool:
-        """Whether buffers are the blocks themselves, so that threads may fill several at a time."""
+        """True if buffers are the blocks themselves, so that threads may fill several at a time."""
 
     def buffer(self, index: int) -> HostBytes:
         """Return a contiguous buffer of `part.total_bytes`. Unless the sink is direct, it must be placed or dropped

@@ -9,7 +9,7 @@ from stoker.kv.blocks.transfer import KvTicket, LoadResult, OfferedBlock
 
 
 class OtherStores(Protocol):
-    """Every rank has the store of its part of each block. The first rank decides, and the others do the same."""
+    """The stores of the other ranks, each with its part of every block. The first rank decides, and they do the same."""
 
     def offer(self, offered: list[OfferedBlock]) -> None:
         """Let the other ranks write these blocks into their tiers."""

@@ -12,7 +12,7 @@ from stoker.proto.openai.fields import GenerationFields
 
 
 class ContentSource(msgspec.Struct, kw_only=True):
-    """Where the content of an image or a document comes from. Only text in the request itself can be read."""
+    """The source of an image or a document. Only text in the request itself can be read."""
 
     type: str
     data: str | None = None

@@ -21,7 +21,7 @@ _MAX_SEARCHES = 4  # in one step; only the last tokens of a longer output are se
 
 
 class _Alignment:
-    """Where the output stands in the prediction."""
+    """The place of the output in the prediction."""
 
     def __init__(self, seq: Sequence) -> None:
         self._prediction = seq.request.prediction

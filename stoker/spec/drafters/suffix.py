@@ -20,7 +20,7 @@ _OWN_TOKENS = 1 << 10  # of the running sequence's own output
 _PROMPT_TOKENS = 8  # of the prompt, before each output: they tell how an output begins
 _MATCH_TOKENS = 8  # longer matches count no more than matches of this length
 _MAX_OCCURRENCES = 16
-_MIN_PROBABILITY = 0.4  # that all guesses up to this one are right
+_MIN_PROBABILITY = 0.4  # of all guesses up to this one being right
 
 
 class _OwnOutput:

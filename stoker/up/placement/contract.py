@@ -40,7 +40,7 @@ class PlacedPart(Protocol):
 
 
 class Placement(Protocol):
-    """Where the parts of one fleet run."""
+    """Runs the parts of one fleet, on this machine or elsewhere."""
 
     def reach(self, host: str) -> str:
         """Return where parts reach a server of this machine that listens on `host`. Raises ConfigError if they cannot."""

@@ -51,7 +51,10 @@ def check_media(envelope: RequestEnvelope, hosts: Collection[str]) -> None:
 
 
 def _may_have_media(text: bytes) -> bool:
-    """Every content part with media has an underscore, in its type or its key, and most conversations have none."""
+    """Return False if the text certainly has no content part with media.
+
+    Such a part has an underscore in its type or its key, and most conversations have none.
+    """
     return b"_" in text or (_BACKSLASH in text and _ESCAPE in text)
 
 

@@ -78,12 +78,12 @@ class Transport(Protocol):
     """One per server and client."""
 
     def offer(self, kv: SetKv) -> dict[str, Any]:
-        """On the side that holds the blocks: describe the pool as JSON. Raises PeerUnavailable if this transport cannot
-        be used here."""
+        """Describe the pool as JSON, on the side that holds the blocks. Raises PeerUnavailable if this transport cannot be
+        used here."""
 
     def open(self, offer: dict[str, Any], peer: KvLayout, kv: SetKv, before_write: BeforeWrite) -> Link:
-        """On the side that pulls: open a link. Raises PeerUnavailable if this peer cannot be reached this way; then the
-        next transport is tried."""
+        """Open a link, on the side that pulls. Raises PeerUnavailable if this peer cannot be reached this way. The next
+        transport is tried then."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -101,7 +101,7 @@ TRANSPORTS: Registry[TransportFactory] = Registry("transport", "stoker.kv.peer.t
 def make_transports(settings: HandoffSettings) -> dict[str, Transport]:
     """Return the transports of the settings by name, in the order of preference."""
     entries = (entry.partition(":") for entry in settings.transports)
-    return {name: TRANSPORTS.get(name)(argument, settings.host) for name, _, argument in entries}
+    return {name: TRANSPORTS.get(name, "--kv-transports")(argument, settings.host) for name, _, argument in entries}
 
 
 class OneSidedLink(ABC):

@@ -137,4 +137,4 @@ def build_tier(name: str, settings: StoreSettings, context: TierContext) -> Tier
 def check_tier_names(settings: StoreSettings) -> None:
     """Raise ConfigError if the settings name a tier that does not exist."""
     for name in parse_tier_options(settings.tiers):
-        TIERS.get(name)
+        TIERS.get(name, "--kv-tier")

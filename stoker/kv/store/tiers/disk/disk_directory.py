@@ -66,12 +66,12 @@ class DiskHealth:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the disk is not used at the moment."""
+        """True if the disk is not used at the moment."""
         return self.error_backoff.left_s > 0 or self._is_hanging
 
     @property
     def is_writable(self) -> bool:
-        """Whether blocks may be written at the moment."""
+        """True if blocks may be written at the moment."""
         return not self.is_paused and not self.full_backoff.left_s
 
     @property
