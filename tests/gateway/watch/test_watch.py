@@ -621,7 +621,7 @@ def test_a_bad_events_address_does_not_disturb_the_gateway(folder: Path, has_tok
         await until(lambda: world.is_usable)
         await until(lambda: bool(world.fleet.members()[0].models))
         world.watchers.stop(W)
-        sockets = world.watchers._context.zmq_context._sockets
+        sockets = world.watchers._context.zmq_context.get()._sockets
         assert [socket for socket in sockets if not socket.closed] == []  # one that is left open blocks the shutdown
         await world.close()
         await worker.stop()
