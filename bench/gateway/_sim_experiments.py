@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench.contract import Report, Result
 from bench.support.agent_mix import AgentMix, Headers
-from bench.support.model_shapes import SHAPES
-from stoker import __version__
-from stoker.cli.main import main
+from bench.support.estimated_worker import kimi_k25
 from stoker.routing.candidate import Candidate, PrefixInfo
 from stoker.routing.policies.consistent_hash import ConsistentHash
 from stoker.routing.policies.least_tokens import LeastTokens
 from stoker.routing.policy import POLICIES
 from stoker.routing.query import Reason, RouteQuery
 from stoker.routing.settings import RouterSettings
-from stoker.sim.calibration import Calibration, read_calibration
+from stoker.sim.calibration import Calibration
 from stoker.sim.simulation import SimConfig, SimFleet, SimOutcome, Simulation
 from stoker.sim.summary import LatencyGoal, SimSummary, keeps_itl, keeps_ttft, summarize
 
-GPUS = "8xH200"
 RATE = 1.0  # sessions per second for each worker
 WORKERS = 8
 GOAL = LatencyGoal(ttft_s=2.0, itl_s=0.05)
@@ -47,16 +42,6 @@ class HeaderOrTokens(LeastTokens):
     def score(self, query: RouteQuery, candidates: Sequence[Candidate], prefix: PrefixInfo, now: float) -> list[Reason]:
         policy = super() if query.session is None else self._sticky
         return policy.score(query, candidates, prefix, now)
-
-
-def kimi_k25() -> Calibration:
-    """Return the estimate that `stoker calibrate CONFIG --gpu 8xH200` writes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        config, output = Path(scratch, "kimi-k2.5.json"), Path(scratch, "calibration.json")
-        config.write_text(json.dumps({**SHAPES["kimik25-int4"], "num_hidden_layers": 61}), encoding="utf-8")
-        code = main(["calibrate", str(config), "--gpu", GPUS, "--output", str(output)])
-        assert code == 0, "stoker calibrate failed"
-        return read_calibration(output, __version__)
 
 
 class Experiments:

@@ -47,12 +47,12 @@ Variant = tuple[dict[str, Callable[..., Any]], dict[str, float]]  # replaced fun
 
 
 def without_term(name: str) -> Variant:
-    def cost(query: RouteQuery, candidate: Candidate, scene: Scene) -> Reason:
-        reason = cost_module.cost(query, candidate, scene)
+    def costs(query: RouteQuery, candidates: Sequence[Candidate], scene: Scene) -> list[Reason]:
         changes: dict[str, Any] = {name: 0.0}
-        return reason._replace(cost_s=reason.cost_s - getattr(reason, name), **changes)
+        reasons = cost_module.costs(query, candidates, scene)
+        return [one._replace(cost_s=one.cost_s - getattr(one, name), **changes) for one in reasons]
 
-    return {"cost": cost}, {}
+    return {"costs": costs}, {}
 
 
 def changed_scene(**changes: Any) -> Variant:

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    from bench.gateway._sim_experiments import GOAL, GOAL_SHARE, kimi_k25
+    from bench.gateway._sim_experiments import GOAL, GOAL_SHARE
+    from bench.support.estimated_worker import kimi_k25
     from stoker.sim.fleet_search import FleetOption, FleetSearch, SearchGoal
 
     calibration = kimi_k25()

@@ -138,7 +138,7 @@ def write_trace(load: AgentLoad, number: int, scratch: Path) -> Path:
         name = f"{load.title}-{number}-{session}"
         sizes = {"tool_tokens": tools, "system_tokens": load.system - tools}
         lines.append(json.dumps({"id": name, "block_size": BLOCK, **sizes, "requests": requests}))
-    path = scratch / f"trace-{number}.jsonl"
+    path = scratch / f"{load.title}-{number}.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
 

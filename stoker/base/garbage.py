@@ -23,17 +23,6 @@ def paused() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def rare() -> Iterator[None]:
-    """Collect less often in the block. For long computations that keep millions of objects."""
-    before = gc.get_threshold()
-    gc.set_threshold(_YOUNG_OBJECTS, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
 def freeze() -> None:
     """Exempt all objects that exist now from garbage collection.
 

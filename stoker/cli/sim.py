@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.base import garbage
 from stoker.base.errors import ConfigError
 from stoker.base.output import print_result
 from stoker.base.paths import expand_home
@@ -152,8 +151,7 @@ def run(args: argparse.Namespace) -> int:
     )
     goal = LatencyGoal(*(None if ms is None else ms / 1e3 for ms in (args.goal_ttft_ms, args.goal_itl_ms)))
     workload = _workload(args)
-    with garbage.rare():
-        prediction = predict(config, workload, goal, args.gpu_hour_price, ranges=not args.no_range)
+    prediction = predict(config, workload, goal, args.gpu_hour_price, ranges=not args.no_range)
     if args.html is not None:
         try:
             args.html.write_text(as_html(prediction, workload.describe()), encoding="utf-8")

@@ -144,8 +144,17 @@ class LoadBook:
         load = self._loads.get(worker_id)
         if load is None:
             load = self._add_worker(worker_id, now)
-        if now - load._as_of > _SAME_TIME_S:
-            self._advance(load, now)
+        elapsed = now - load._as_of
+        if elapsed > _SAME_TIME_S:
+            if load.queued_tokens or elapsed != self._faded_s:
+                self._advance(load, now)
+            else:  # written out for workers without a queue, because a decision reads the loads of all workers
+                fade = self._fade
+                load._as_of = now
+                load.recent_requests *= fade
+                load.recent_tokens *= fade
+                load.recent_returns *= fade
+                load.mean_queued_tokens *= fade
         if tokens_per_s:
             load._tokens_per_s = tokens_per_s
         return load

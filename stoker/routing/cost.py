@@ -1,7 +1,7 @@
 """The routing cost: how many seconds it costs to run a request on a candidate.
 
-`cost(query, candidate, scene)` is a sum of named terms, all in seconds. It reads its arguments and changes nothing. The
-scene holds what is the same for all candidates of a request; `build_scene` computes it once.
+`costs(query, candidates, scene)` gives each candidate a sum of named terms, all in seconds. It reads its arguments and changes
+nothing. The scene holds what is the same for all candidates of a request; `build_scene` computes it once.
 
 This request's own time on the worker:
 
@@ -108,43 +108,58 @@ def build_scene(
     )
 
 
-def cost(query: RouteQuery, candidate: Candidate, scene: Scene) -> Reason:
-    """Return the cost of running the request on the candidate, with its terms. See the module docstring."""
-    settings, load, member = scene.settings, candidate.load, candidate.member
-    rate, cached_tokens, pull_tokens = member.tokens_per_s, candidate.cached_tokens, candidate.pull_tokens
-    fetch_s = decode_s = kv_s = move_s = 0.0
+def costs(query: RouteQuery, candidates: Sequence[Candidate], scene: Scene) -> list[Reason]:
+    """Return the cost of running the request on each candidate, with its terms. See the module docstring.
 
-    prefill_s = candidate.prefill_s
-    queue_s = candidate.queued_tokens / rate
-    compute_s = candidate.compute_tokens / rate
-    if pull_tokens or candidate.host_tokens or candidate.disk_tokens:
-        fetch_s = (
-            candidate.host_tokens / settings.host_tokens_per_s
-            + candidate.disk_tokens / settings.disk_tokens_per_s
-            + pull_tokens / settings.pull_tokens_per_s
-        )
-    if candidate.output_tokens:
-        resident = load.context_tokens + load.output_tokens + query.num_tokens
-        decode_s = candidate.output_tokens * member.step_s * (1 + resident / settings.crowd_tokens)
-    if kv_used := member.kv_used:
-        kv_s = settings.kv_pressure_s * kv_used / (1 - kv_used if kv_used < 0.98 else 0.02)
+    It is one loop without calls, because it runs for all workers in each decision.
+    """
+    settings, num_tokens = scene.settings, query.num_tokens
+    most_cached, returns_per_s, later_turns = scene.most_cached, scene.returns_per_s, scene.later_turns
+    mean_tokens, mean_requests = scene.mean_tokens, scene.mean_requests
+    recent_tokens_s, recent_request_s = scene.recent_tokens_s, scene.recent_request_s
+    crowd_tokens, stall_share = settings.crowd_tokens, settings.stall_share
+    reasons = []
+    for candidate in candidates:
+        load, member = candidate.load, candidate.member
+        rate, weight, kv_used = member.tokens_per_s, member.weight, member.kv_used
+        cached_tokens, pull_tokens = candidate.cached_tokens, candidate.pull_tokens
+        fetch_s = decode_s = kv_s = move_s = 0.0
 
-    delayed = scene.returns_per_s * load.recent_requests * (queue_s + compute_s / 2)
-    others_s = compute_s * (settings.stall_share * load.decoding + delayed)
-    later_s = scene.later_turns * load.mean_queued_tokens / rate
-    token_excess = (load.recent_tokens + 1) / (scene.mean_tokens * member.weight + 1) - 1
-    request_excess = load.recent_requests - scene.mean_requests * member.weight
-    recent_s = scene.recent_tokens_s * token_excess + scene.recent_request_s * request_excess
-    if cached_tokens != scene.most_cached:
-        move_s = scene.move_factor * (scene.most_cached - cached_tokens) / rate
+        prefill_s = candidate.prefill_s
+        queue_s = candidate.queued_tokens / rate
+        compute_s = candidate.compute_tokens / rate
+        if pull_tokens or candidate.host_tokens or candidate.disk_tokens:
+            fetch_s = (
+                candidate.host_tokens / settings.host_tokens_per_s
+                + candidate.disk_tokens / settings.disk_tokens_per_s
+                + pull_tokens / settings.pull_tokens_per_s
+            )
+        if candidate.output_tokens:
+            resident = load.context_tokens + load.output_tokens + num_tokens
+            decode_s = candidate.output_tokens * member.step_s * (1 + resident / crowd_tokens)
+        if kv_used:
+            kv_s = settings.kv_pressure_s * kv_used / (1 - kv_used if kv_used < 0.98 else 0.02)
 
-    own_s = prefill_s + queue_s + compute_s + fetch_s + decode_s + kv_s
-    cost_s = own_s + others_s + later_s + recent_s + move_s
-    return _new(
-        Reason,
-        (
-            candidate.worker_id, cost_s, cached_tokens, "decode" if pull_tokens else "whole",
-            prefill_s, queue_s, compute_s, fetch_s, decode_s, kv_s,
-            others_s, later_s, recent_s, move_s, 0.0, 0,
-        ),
-    )  # fmt: skip
+        recent_requests = load.recent_requests
+        delayed = returns_per_s * recent_requests * (queue_s + compute_s / 2)
+        others_s = compute_s * (stall_share * load.decoding + delayed)
+        later_s = later_turns * load.mean_queued_tokens / rate
+        token_excess = (load.recent_tokens + 1) / (mean_tokens * weight + 1) - 1
+        request_excess = recent_requests - mean_requests * weight
+        recent_s = recent_tokens_s * token_excess + recent_request_s * request_excess
+        if cached_tokens != most_cached:
+            move_s = scene.move_factor * (most_cached - cached_tokens) / rate
+
+        own_s = prefill_s + queue_s + compute_s + fetch_s + decode_s + kv_s
+        cost_s = own_s + others_s + later_s + recent_s + move_s
+        reasons.append(
+            _new(
+                Reason,
+                (
+                    candidate.worker_id, cost_s, cached_tokens, "decode" if pull_tokens else "whole",
+                    prefill_s, queue_s, compute_s, fetch_s, decode_s, kv_s,
+                    others_s, later_s, recent_s, move_s, 0.0, 0,
+                ),
+            )
+        )  # fmt: skip
+    return reasons

@@ -20,7 +20,7 @@ from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook, WorkerLoad
 from stoker.fleet.lost_blocks import BlockLosses
 from stoker.fleet.prefix_index import PrefixIndex
-from stoker.fleet.prefix_matches import NO_MATCHES, PrefixMatches
+from stoker.fleet.prefix_matches import NO_MATCHES, Match, PrefixMatches
 from stoker.fleet.spec import Role
 from stoker.routing.candidate import Candidate, PrefixInfo
 from stoker.routing.cluster import ClusterLevel
@@ -105,7 +105,7 @@ class Router:
                 members = self._shortlist.members(pool, query, lookup.matches, lookup.prefix, now)
                 lookup.prefix.totals = self._shortlist.totals(now)
             output_tokens = self._output_tokens(query)
-            candidates = [self._candidate(lookup, member, output_tokens) for member in members]
+            candidates = self._candidates_of(lookup, members, output_tokens)
         else:
             members = self._clusters.narrow(query, members, lookup.matches, now)
             prefills = {} if query.brings_kv else self._cheapest_prefills(lookup, members)
@@ -188,33 +188,44 @@ class Router:
         return usual if most is None or most > usual else most
 
     def _candidate(self, lookup: _Lookup, member: Member, output_tokens: int) -> Candidate:
-        query, worker_id, rate = lookup.query, member.spec.worker_id, member.tokens_per_s
-        load = self._load_book.load(worker_id, lookup.now, rate)
-        # One object per worker is reused for all decisions: creating one would take longer than scoring it.
-        way = self._candidates.get(worker_id)
-        if way is None:
-            way = self._new_candidate(member)
-        way.member = member
-        way.load = load
-        queued, report = load.queued_tokens, member.report
-        if report is not None and report.waiting_tokens > queued:  # from other gateways
-            queued = max(queued, report.waiting_tokens - (lookup.now - member.reported_at) * rate)
-        way.queued_tokens = queued
-        match = lookup.matches.get(worker_id)
-        if match is None:
-            cached = way.host_tokens = way.disk_tokens = 0
-        else:
-            # The last prompt token is always computed: the first output token is sampled from its logits.
-            cached = min(match.blocks * query.block_tokens, query.num_tokens - 1)
-            way.host_tokens = match.host_blocks * query.block_tokens
-            way.disk_tokens = match.disk_blocks * query.block_tokens
-        if query.brings_kv:  # it is pulled, not computed
-            cached = query.num_tokens - 1
-        way.cached_tokens = cached
-        way.compute_tokens = query.num_tokens - cached
-        way.output_tokens = output_tokens
-        way.prefill_s = 0.0
-        return way
+        return self._candidates_of(lookup, (member,), output_tokens)[0]
+
+    def _candidates_of(self, lookup: _Lookup, members: Sequence[Member], output_tokens: int) -> list[Candidate]:
+        """Return what the query would cause on each of these workers. Written as one loop, because it runs for all workers."""
+        query, matches, now = lookup.query, lookup.matches, lookup.now
+        block_tokens, num_tokens, brings_kv = query.block_tokens, query.num_tokens, query.brings_kv
+        known, load_of, match_of = self._candidates, self._load_book.load, matches.get
+        last: Match | None = None
+        cached, host, disk = num_tokens - 1 if brings_kv else 0, 0, 0  # without a match
+        found = []
+        for member in members:
+            worker_id, rate = member.spec.worker_id, member.tokens_per_s
+            load = load_of(worker_id, now, rate)
+            # One object per worker is reused for all decisions: creating one would take longer than scoring it.
+            way = known.get(worker_id)
+            if way is None:
+                way = self._new_candidate(member)
+            way.member = member
+            way.load = load
+            queued, report = load.queued_tokens, member.report
+            if report is not None and report.waiting_tokens > queued:  # from other gateways
+                queued = max(queued, report.waiting_tokens - (now - member.reported_at) * rate)
+            way.queued_tokens = queued
+            match = match_of(worker_id)
+            if match is not last:  # workers with equally many blocks most often share one entry
+                # The last prompt token is always computed: the first output token is sampled from its logits.
+                last, cached = match, 0 if match is None else min(match.blocks * block_tokens, num_tokens - 1)
+                host, disk = (0, 0) if match is None else (match.host_blocks, match.disk_blocks)
+                if brings_kv:  # it is pulled, not computed
+                    cached = num_tokens - 1
+            way.host_tokens = host * block_tokens
+            way.disk_tokens = disk * block_tokens
+            way.cached_tokens = cached
+            way.compute_tokens = num_tokens - cached
+            way.output_tokens = output_tokens
+            way.prefill_s = 0.0
+            found.append(way)
+        return found
 
     def _typical(self, query: RouteQuery, member: Member, cached_tokens: int, now: float) -> Candidate:
         """Return a candidate as if it had this many of the prompt's tokens on its device."""

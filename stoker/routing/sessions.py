@@ -10,7 +10,7 @@ found by their blocks, and new sessions are placed as in a fleet without session
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from stoker.base.ids import WorkerId
 
@@ -49,6 +49,11 @@ class Sessions:
         ended_at = now - self.timeout_s
         return [_num_alive(self._last_seen.get(worker), ended_at) for worker in workers]
 
+    def counter(self, now: float) -> Callable[[WorkerId], int]:
+        """Return a function that gives the number of living sessions of a worker."""
+        ended_at, seen = now - self.timeout_s, self._last_seen.get
+        return lambda worker: _num_alive(seen(worker), ended_at)
+
     @property
     def total(self) -> int:
         """The number of remembered sessions of all workers. Some of them may have ended."""
@@ -82,13 +87,16 @@ class Sessions:
             sessions = self._last_seen.get(worker)
             if not sessions:
                 continue
-            before = len(sessions)
             if session in sessions:
                 last = sessions.pop(session)
-            if before > _MAX_PER_WORKER or (sessions and next(iter(sessions.values())) <= ended_at):
-                for ended in _drop_ended(sessions, ended_at):
-                    self._places.pop(ended, None)
-            self._total += len(sessions) - before
+                self._total -= 1
+                if not sessions:
+                    continue
+            if len(sessions) > _MAX_PER_WORKER or next(iter(sessions.values())) <= ended_at:
+                ended = _drop_ended(sessions, ended_at)
+                self._total -= len(ended)
+                for one in ended:
+                    self._places.pop(one, None)
         for worker in chosen:
             if worker not in self._last_seen:
                 self._forget_workers_without_sessions(ended_at)

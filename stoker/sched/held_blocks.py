@@ -21,7 +21,8 @@ class HeldBlocks:
 
     def between(self, first: int, end: int) -> list[BlockId]:
         """Return the held blocks with numbers from `first` to before `end`."""
-        return [block for block in self.ids[max(first, self.first) : end] if block != NO_BLOCK]
+        found = self.ids[max(first, self.first) : end]
+        return [block for block in found if block != NO_BLOCK] if NO_BLOCK in found else found
 
     def numbered(self, first: int, end: int) -> list[tuple[int, BlockId]]:
         """Return the held blocks with numbers from `first` to before `end`, each with its number."""
@@ -39,4 +40,5 @@ class HeldBlocks:
 
     def table_entries(self, first: int) -> list[BlockId]:
         """Return the entries of a block table from number `first` on. Those without a block are never read."""
-        return [BlockId(max(0, block)) for block in self.ids[first:]]
+        entries = self.ids[first:]
+        return [BlockId(max(0, block)) for block in entries] if NO_BLOCK in entries else entries

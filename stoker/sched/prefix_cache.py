@@ -82,12 +82,14 @@ class PrefixCache:
         if end <= first:
             return
         seq.extend_keys()
+        keys, token_ids, size = seq.keys, seq.token_ids, seq.block_tokens
+        parents = [seq.parent_of(first), *keys[first : end - 1]]
         names = [
-            (seq.keys[i], seq.parent_of(i), seq.tokens_of(i), None if i else seq.request.cache_salt)
-            for i in range(first, end)
+            (keys[i], parent, tuple(token_ids[i * size : (i + 1) * size]), None if i else seq.request.cache_salt)
+            for i, parent in enumerate(parents, first)
         ]
-        for name in names:
-            self._remove(seq, name[0])
+        for key in keys[first:end]:
+            self._remove(seq, key)
         seq.num_named = end
         for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
             blocks = held.numbered(first, end)

@@ -97,6 +97,8 @@ class Residency:
             return False
         if not sets.can_start(match, wanted, preemptible):
             return False
+        if not preemptible:
+            return True
         while preemptible and (not (rows.num_free or rows.num_cooling) or not sets.can_start(match, wanted)):
             self._preempt(preemptible.pop(), builder)
         # There may still be too few blocks, if the preempted sequences shared theirs with others.

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from stoker.base.errors import InvalidRequest
-from stoker.base.ids import RequestId
+from stoker.base.ids import BlockKey, RequestId
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
@@ -108,8 +108,9 @@ class Scheduler:
 
     # ---- requests
 
-    def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
-        """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading."""
+    def add(self, request: GenerateRequest, num_stored: int = 0, keys: list[BlockKey] | None = None) -> None:
+        """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading. `keys` are
+        those of its full blocks, if the caller has them."""
         config = self._config
         if request.request_id in self._queues.by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
@@ -122,7 +123,7 @@ class Scheduler:
             block_tokens=config.block_tokens,
             max_tokens=request.num_prompt + request.max_new_tokens,
             token_ids=list(request.token_ids),
-            keys=block_keys(request.token_ids, root, config.block_tokens),
+            keys=block_keys(request.token_ids, root, config.block_tokens) if keys is None else keys,
             num_stored=num_stored,
         )
         if request.lease_id is not None:
@@ -140,6 +141,8 @@ class Scheduler:
         """Set the time of this step, and end the requests whose deadline has passed. Return their last chunks."""
         self._sets.set_time(now)
         self._flex.set_time(now)
+        if not self._queues.num_deadlines:
+            return TokenChunks()
         seqs = self._queues.by_id.values()
         late = [seq for seq in seqs if seq.request.deadline_s is not None and seq.request.deadline_s <= now]
         return self._end(late, Finish("deadline"))

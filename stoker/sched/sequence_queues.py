@@ -24,6 +24,7 @@ class SequenceQueues:
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # the one that was measured last is last
         self.running: list[Sequence] = []  # ordered by precedence; includes loading sequences
         self.order = order
+        self.num_deadlines = 0  # sequences that have one
         self._flex = flex
 
     @property
@@ -37,6 +38,7 @@ class SequenceQueues:
     def add(self, seq: Sequence) -> None:
         """Append a new sequence to those that wait."""
         self.by_id[seq.request.request_id] = seq
+        self.num_deadlines += seq.request.deadline_s is not None
         self._flex.added(seq.request)
         self._enqueue(seq)
 
@@ -61,6 +63,7 @@ class SequenceQueues:
             self.running.remove(seq)
         seq.state = SequenceState.DONE
         del self.by_id[seq.request.request_id]
+        self.num_deadlines -= seq.request.deadline_s is not None
         self._flex.ended(seq.request)
 
     def measure_again(self, max_sequences: int) -> None:

@@ -43,11 +43,18 @@ class _SimilarSteps:
 
     samples: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     updated: int = 0  # number of the last measurement
+    _typical: tuple[float, int, int, int] | None = None  # None: a measurement was added since it was computed
+
+    def add(self, sample: tuple[float, int, int, int], count: int) -> None:
+        self.samples.extend((sample,) * (count if count < _SAMPLES else _SAMPLES))
+        self._typical = None
 
     @property
     def typical(self) -> tuple[float, int, int, int]:
         """The median by time; of two, the faster. A stall or a compilation makes a step slower, never faster."""
-        return sorted(self.samples)[(len(self.samples) - 1) // 2]
+        if (found := self._typical) is None:
+            found = self._typical = sorted(self.samples)[(len(self.samples) - 1) // 2]
+        return found
 
 
 class StepTimes:
@@ -75,8 +82,7 @@ class StepTimes:
             del self._classes[next(iter(self._classes))]
         self._num_recorded += count
         cls.updated = self._num_recorded
-        for _ in range(count if count < _SAMPLES else _SAMPLES):
-            cls.samples.append((step_s, num_tokens, num_rows, num_guesses))
+        cls.add((step_s, num_tokens, num_rows, num_guesses), count)
 
     @property
     def largest_tokens(self) -> int:

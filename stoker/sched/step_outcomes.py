@@ -76,7 +76,7 @@ class StepOutcomes:
                 self._append_tokens(seq, token_ids, has_row, i, result, chunks)
         num_generated = sum(map(len, chunks.token_ids))
         self._counters.generated_tokens += num_generated
-        if num_guesses or num_tokens > len(spans):
+        if result.step_s and (num_guesses or num_tokens > len(spans)):
             self._count_speed(spans, num_tokens, num_generated, result.step_s)
         return chunks
 

@@ -17,30 +17,21 @@ class GapHistogram:
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
-        self._cache: dict[float, int] = {}
         self.count = 0
         self.sum_s = 0.0
 
     def add(self, seconds: float, count: int) -> None:
-        self._counts[self._bucket(seconds)] += count
+        self._counts[_bucket(seconds)] += count
         self.count += count
         self.sum_s += seconds * count
 
     def add_run(self, first_s: float, last_s: float, num_steps: int, count: int) -> None:
         """Add `count` gaps for each of `num_steps` steps, whose times rise evenly from the first to the last."""
-        if self._bucket(first_s) == self._bucket(last_s):
+        if _bucket(first_s) == _bucket(last_s):
             self.add((first_s + last_s) / 2, num_steps * count)
             return
         for step in range(num_steps):
             self.add(first_s + (last_s - first_s) * step / (num_steps - 1), count)
-
-    def _bucket(self, seconds: float) -> int:
-        bucket = self._cache.get(seconds)
-        if bucket is None:
-            if len(self._cache) > 4096:
-                self._cache.clear()
-            bucket = self._cache[seconds] = round(log(max(seconds, _MIN_GAP_S)) * _BUCKETS_PER_E)
-        return bucket
 
     def quantile_s(self, share: float) -> float | None:
         """Return the smallest gap that at least `share` of all gaps do not exceed."""
@@ -51,6 +42,10 @@ class GapHistogram:
                 seconds = exp(bucket / _BUCKETS_PER_E)
                 return 0.0 if seconds <= 1.01 * _MIN_GAP_S else seconds
         return None
+
+
+def _bucket(seconds: float) -> int:
+    return round(log(seconds if seconds > _MIN_GAP_S else _MIN_GAP_S) * _BUCKETS_PER_E)
 
 
 class RequestRecords:

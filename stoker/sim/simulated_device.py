@@ -57,7 +57,8 @@ class RunningStep:
     def __init__(self, plan: StepPlan, start_s: float, durations_s: Iterable[float]) -> None:
         self.plan = plan
         self.start_s = start_s
-        self.ends_s = list(accumulate(durations_s, initial=start_s))[1:]
+        self.ends_s = list(accumulate(durations_s, initial=start_s))
+        del self.ends_s[0]
         self.num_steps = len(self.ends_s)
 
     @property
@@ -105,7 +106,7 @@ class SimulatedDevice:
         first_s = (self._curve_s(num_tokens) + self._step.row_s * rows + self._step.attention_s * pairs) * self.slowdown
         context_s = self._step.context_s * self.slowdown
         num_steps = 1 + min([span.num_drafts for span in plan.spans]) if is_run else 1
-        durations_s: Iterable[float] = (first_s + context_s * (context + i * rows) for i in range(num_steps))
+        durations_s = [first_s + context_s * (context + i * rows) for i in range(num_steps)]
         if self._step.jitter and not pairs:
             durations_s = [self._jittered(one_s, self.num_steps + i) for i, one_s in enumerate(durations_s)]
         self.num_steps += num_steps

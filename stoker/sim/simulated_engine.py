@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockKey, RequestId, WorkerId
 from stoker.fleet.spec import LoadReport
-from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import KvLoad, KvTicket, LoadResult, OfferedBlock
 from stoker.sched.leases import LeaseTerms
@@ -69,6 +68,14 @@ class EngineObserver(Protocol):
 
     def gap_run(self, first_s: float, last_s: float, num_steps: int, count: int) -> None:
         """The same for `num_steps` steps, whose times rise evenly from the first to the last."""
+
+
+class _Arrival(NamedTuple):
+    """A request that the scheduler does not have yet. It sees it after the engine's first `seen_after` steps."""
+
+    request: GenerateRequest
+    keys: list[BlockKey]  # of its full blocks
+    seen_after: int
 
 
 class _PoolEvents:
@@ -142,7 +149,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler(config, self.pool, self._runs)
         self.rates = calibrated_rates(self._calibration)
         self._jobs: dict[RequestId, EngineJob] = {}
-        self._inbox: deque[tuple[GenerateRequest, int]] = deque()  # with the number of steps that end before
+        self._inbox: deque[_Arrival] = deque()
         self._num_steps = 0  # that have ended
         self._num_prefilling = 0  # sequences in the scheduler without a token
         self._is_blocked = False  # waiting sequences do not fit, and nothing has changed since
@@ -156,14 +163,14 @@ class SimulatedEngine:
 
     # ---- requests
 
-    def submit(self, request: GenerateRequest, job: EngineJob) -> None:
-        """Take in a request. Its events are reported to the job."""
+    def submit(self, request: GenerateRequest, keys: list[BlockKey], job: EngineJob) -> None:
+        """Take in a request, whose full blocks have these keys. Its events are reported to the job."""
         self._jobs[request.request_id] = job
         seen_after = 0
         if self._step is not None:
             current = self._step.current(self._loop.now_s)
             seen_after = self._num_steps + current + 1 + self._calibration.shape.steps_ahead
-        self._inbox.append((request, seen_after))
+        self._inbox.append(_Arrival(request, keys, seen_after))
         self._wake()
 
     def cancel(self, request_id: RequestId) -> None:
@@ -171,7 +178,7 @@ class SimulatedEngine:
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
-        self._inbox = deque(entry for entry in self._inbox if entry[0].request_id != request_id)
+        self._inbox = deque(one for one in self._inbox if one.request.request_id != request_id)
         if len(self.scheduler.cancel(request_id)) and job.last_token_s is None:
             self._num_prefilling -= 1
         self._release_ticket(request_id)
@@ -199,7 +206,7 @@ class SimulatedEngine:
 
     def move_clients(self) -> None:
         """Hand all requests off to other workers, which pull their KV. Prompts that are being computed for one go on here."""
-        for request, _ in self._inbox:
+        for request, _, _ in self._inbox:
             self._jobs.pop(request.request_id).moved(request.ticket)
         self._inbox.clear()
         for request_id in list(self._jobs):
@@ -276,13 +283,14 @@ class SimulatedEngine:
         return self._is_blocked or (not scheduler.num_waiting and self._num_prefilling == scheduler.num_loading)
 
     def _take_inbox(self) -> None:
-        later: list[tuple[GenerateRequest, int]] = []
-        for request, seen_after in self._inbox:
+        later: list[_Arrival] = []
+        for arrival in self._inbox:
+            request, keys, seen_after = arrival
             if seen_after > self._num_steps and self.scheduler.num_running:
-                later.append((request, seen_after))
+                later.append(arrival)
                 continue
             try:
-                self.scheduler.add(request, self._num_stored(request))
+                self.scheduler.add(request, self._num_stored(keys), list(keys))
             except InvalidRequest:
                 self._jobs.pop(request.request_id).failed("refused")
                 continue
@@ -291,14 +299,13 @@ class SimulatedEngine:
                 self._tickets[request.request_id] = request.ticket
         self._inbox = deque(later)
 
-    def _num_stored(self, request: GenerateRequest) -> int:
+    def _num_stored(self, keys: list[BlockKey]) -> int:
         """Return how many leading blocks are worth loading from the tiers."""
         if not self.store.tiers:
             return 0
         shape = self._calibration.shape
         rate = self.rates.prefill_tokens_per_s
         compute_s = shape.block_tokens / rate if rate else 0.1
-        keys = block_keys(request.token_ids, root_key(FINGERPRINT, request.cache_salt), shape.block_tokens)
         return self.store.num_worth_loading(keys, compute_s)
 
     def _end_step(self) -> None:

@@ -28,6 +28,7 @@ from stoker.routing.settings import RouterSettings
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenUsage
 from stoker.sim.calibration import HostCosts
 from stoker.sim.event_loop import EventLoop
+from stoker.sim.prompt_keys import PromptKeys
 from stoker.sim.records import RequestRecords
 from stoker.sim.simulated_engine import FINGERPRINT, EngineJob, SimulatedEngine
 from stoker.sim.workloads.workload import SimTurn
@@ -107,6 +108,7 @@ class SimulatedGateway:
         self._loop = loop
         self._host = host
         self._block_tokens = block_tokens
+        self._keys = PromptKeys(_ROOT, block_tokens)
         self._records = records
         self._admission = admission
         capacities = Capacities(self.fleet, admission)
@@ -136,7 +138,7 @@ class SimulatedGateway:
     def arrive(self, turn: SimTurn, session: str | None, tenant: str, on_end: Callable[[], None]) -> None:
         """Take in a request. `on_end` is called when its answer is complete, or when it is refused."""
         token_ids = turn.token_ids()
-        keys = block_keys(token_ids, _ROOT, self._block_tokens)
+        keys = self._keys.of(turn.segments, token_ids)
         self._num_calls += 1
         call = SimCall(self._num_calls, turn, session, tenant, self._loop.now_s, token_ids, keys, on_end)
         self._loop.after(self._host.dispatch_s + self._host.token_s * len(token_ids), lambda: self._admit(call))
@@ -161,6 +163,7 @@ class SimulatedGateway:
     def _leave_queue(self, call: SimCall) -> None:
         ticket = call.ticket
         assert ticket is not None
+        ticket.wake = None  # else ticket and call would keep each other alive
         if ticket.state is ADMITTED:
             self._loop.after(0.0, lambda: self._route(call))
         else:
@@ -211,9 +214,13 @@ class SimulatedGateway:
     def _send(self, call: SimCall, leg: Leg, lease_id: str | None = None, kv: KvTicket | None = None) -> None:
         """Send a leg's request. The engine has it after the worker's host costs."""
         turn, worker_id = call.turn, leg.worker.worker_id
+        token_ids, keys = call.token_ids, call.keys
+        if call.num_output:
+            token_ids = token_ids + [turn.output_id] * call.num_output
+            keys = block_keys(token_ids, _ROOT, self._block_tokens)
         request = GenerateRequest(
             request_id=RequestId(f"{call.number}.{call.attempts}.{len(call.jobs)}"),
-            token_ids=call.token_ids + [turn.output_id] * call.num_output,
+            token_ids=token_ids,
             num_prompt=len(call.token_ids),
             sampling=SamplingParams(seed=turn.output_id),
             max_new_tokens=turn.output_tokens,
@@ -230,7 +237,7 @@ class SimulatedGateway:
             if worker_id in self.unreachable:
                 self._loop.after(_CONNECT_S, lambda: self.leg_failed(job, "connect"))
             else:
-                engine.submit(request, job)
+                engine.submit(request, keys, job)
 
         self._loop.after(self._host.accept_s, accept)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from stoker.base import garbage
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role, WorkerSpec
@@ -166,7 +167,8 @@ class Simulation:
         self._waiting_sessions = workload.sessions()
         for _ in range(self.config.concurrency or 1):
             self._start_next()
-        self.loop.run()
+        with garbage.paused():  # requests leave no cycles behind, and collections take a quarter of the time
+            self.loop.run()
         records = self.records
         if not len(records):
             raise ConfigError("the workload has no requests")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bench.gateway.sim_accuracy import POOL_SHARE, SMALL_POOL
+from bench.gateway.sim_accuracy import CASES, POOL_SHARE, SMALL_POOL
 from bench.gateway.sim_ranking import FLEETS, LOAD, judged, kendall_tau
-from bench.support.cpu_fleet import BLOCK, AgentLoad
+from bench.support.cpu_fleet import BLOCK, AgentLoad, write_trace
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,10 @@ def test_there_are_12_fleets_and_each_can_hold_the_longest_request() -> None:
         assert fleet.kv_blocks * BLOCK > longest(LOAD)
     blocks = int(POOL_SHARE * SMALL_POOL.working_set_tokens / 2 / BLOCK)
     assert blocks * BLOCK > longest(SMALL_POOL)
+
+
+def test_the_traces_of_all_loads_and_runs_can_exist_at_the_same_time(tmp_path: Path) -> None:
+    """The warm-up of a fleet must not replace the trace that is played afterwards."""
+    warm_up = AgentLoad("warm-up", 4, 1, 0, 200, 4, 0.0, 4)
+    paths = [write_trace(load, number, tmp_path) for load in (LOAD, warm_up, *CASES) for number in range(2)]
+    assert len({path.read_text(encoding="utf-8") for path in paths}) == len(paths)

@@ -12,8 +12,8 @@ from stoker.fleet.fleet import Member
 from stoker.fleet.health import HealthSettings, WorkerHealth
 from stoker.fleet.load_book import WorkerLoad
 from stoker.fleet.spec import Role, WorkerSpec
+from stoker.routing import cost as routing_cost
 from stoker.routing.candidate import Candidate, PrefixInfo
-from stoker.routing.cost import build_scene, cost
 from stoker.routing.policies.cost import Cost
 from stoker.routing.query import Reason, RouteQuery
 from stoker.routing.settings import CostSettings, RouterSettings
@@ -31,8 +31,8 @@ def candidate(name: str, cached_tokens: int = 0, queued_tokens: float = 0.0, **m
 
 
 def costs(*candidates: Candidate, branches: int = 1, **changes: float) -> list[Reason]:
-    scene = build_scene(QUERY, candidates, PrefixInfo(branches), CostSettings(**changes))
-    return [cost(QUERY, one, scene) for one in candidates]
+    scene = routing_cost.build_scene(QUERY, candidates, PrefixInfo(branches), CostSettings(**changes))
+    return routing_cost.costs(QUERY, candidates, scene)
 
 
 def test_own_time_is_queue_plus_prefill_plus_fetch_plus_decode() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import msgspec
 import pytest
 from sim_world import BLOCK, Listed, alone, calibration, simulate
 
+from stoker.base import garbage
+from stoker.gateway.admission.admission_settings import AdmissionSettings
 from stoker.sim import simulated_device
 from stoker.sim.simulation import SimConfig, SimFleet, SimOutcome, Simulation
 from stoker.sim.workloads.synthetic import Synthetic
@@ -157,3 +162,25 @@ def test_a_fleet_has_run_before_so_its_rates_are_known() -> None:
     simulation = Simulation(SimConfig(calibration(), SimFleet(unified=2)))
     rates = [member.tokens_per_s for member in simulation.gateway.fleet.members()]
     assert rates == [pytest.approx(512 / (0.010 + 512 * 1e-4))] * 2
+
+
+@pytest.mark.parametrize(
+    ("fleet", "changes"),
+    [
+        (ONE, {"admission": AdmissionSettings(requests_per_worker=2, queue_requests=20, queue_s=2.0)}),
+        (SimFleet(prefill=1, decode=1), {}),
+        (SimFleet(unified=2), {"faults": ("loss:unified-0@5+5", "cut:unified-1@15+5")}),
+    ],
+)
+def test_requests_leave_no_reference_cycles(fleet: SimFleet, changes: dict[str, Any]) -> None:
+    """The garbage collector is paused during a simulation. So cycles would need memory for each request."""
+
+    def cycles(requests: int) -> int:
+        gc.collect()
+        with garbage.paused():
+            outcome = simulate(replace(AGENTS, rate=8.0, requests=requests), fleet, **changes)
+            assert len(outcome.records) == requests
+            return gc.collect()
+
+    cycles(10)  # what is only created once
+    assert cycles(240) <= cycles(120) + 10

@@ -147,6 +147,7 @@ def test_a_wrong_line_of_an_azure_trace_is_named(tmp_path: Path, text: str, prob
         (lambda row: row["requests"][1].update(runs=[[1]]), "line 1, request 2: runs must be pairs"),
         (lambda row: row["requests"][1].pop("out"), "line 1, request 2: the field 'out' is missing"),
         (lambda row: row["requests"][1].update(think_time=-1), "line 1, request 2: think_time=-1"),
+        (lambda row: row["requests"][0].update(t=1e6), "line 1, request 2: t goes back from 1e+06 s to"),
     ],
 )
 def test_a_wrong_line_of_agent_sessions_is_named(
@@ -157,6 +158,13 @@ def test_a_wrong_line_of_agent_sessions_is_named(
     with pytest.raises(ConfigError) as wrong:
         turns(AgentSessions(jsonl(tmp_path / "a.jsonl", row)))
     assert problem in wrong.value.message
+
+
+def test_the_times_of_a_sub_agent_may_overlap_those_of_its_agent(tmp_path: Path) -> None:
+    row = json.loads(json.dumps(AGENT))
+    first, *others = row["requests"]
+    row["requests"] = [first, {"requests": [{**first, "t": 50.0}]}, *others]
+    assert len(turns(AgentSessions(jsonl(tmp_path / "a.jsonl", row), fixed=True))) == len(AGENT["requests"]) + 1
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

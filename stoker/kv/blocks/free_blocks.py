@@ -11,7 +11,6 @@ slightly more (bench/RESULTS.md).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from stoker.base.ids import BlockId
 
@@ -21,18 +20,24 @@ MATCHED_BONUS_S = 20.0
 class FreeBlocks:
     """The caller passes the time, which must never decrease."""
 
-    def __init__(self, blocks: Iterable[BlockId]) -> None:
-        self._unnamed: dict[BlockId, None] = dict.fromkeys(blocks)
+    def __init__(self, num_blocks: int) -> None:
+        """The blocks from 0 to before `num_blocks` are free, and no sequence has held them yet."""
+        self._num_blocks = num_blocks
+        # The blocks from here on were never taken. They are in no dictionary: most of a large pool is empty for a long time.
+        self._first_new = 0
+        self._unnamed: dict[BlockId, None] = {}
         self._passed: dict[BlockId, None] = {}  # the first was passed longest ago
         # When each block was last used or counts as used. Both dictionaries are sorted by that time.
         self._used_once: OrderedDict[BlockId, float] = OrderedDict()
         self._matched: OrderedDict[BlockId, float] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._unnamed) + len(self._passed) + len(self._used_once) + len(self._matched)
+        num_used = len(self._unnamed) + len(self._passed) + len(self._used_once) + len(self._matched)
+        return self._num_blocks - self._first_new + num_used
 
     def __contains__(self, block: BlockId) -> bool:
-        return any(block in part for part in (self._unnamed, self._passed, self._used_once, self._matched))
+        is_new = self._first_new <= block < self._num_blocks
+        return is_new or any(block in part for part in (self._unnamed, self._passed, self._used_once, self._matched))
 
     def add_unnamed(self, block: BlockId) -> None:
         self._unnamed[block] = None
@@ -59,6 +64,9 @@ class FreeBlocks:
         """Remove and return the block to reuse next."""
         if self._unnamed:
             return self._unnamed.popitem()[0]
+        if self._first_new < self._num_blocks:
+            self._first_new += 1
+            return BlockId(self._first_new - 1)
         if self._passed:
             block = next(iter(self._passed))
             del self._passed[block]

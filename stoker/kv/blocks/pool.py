@@ -57,8 +57,8 @@ class BlockPool:
         self._names: list[_Name | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, BlockId] = {}
         self._children: dict[BlockKey, dict[BlockId, None]] = {}
-        self._was_matched = [False] * num_blocks
-        self._free = FreeBlocks(map(BlockId, reversed(range(num_blocks))))
+        self._was_matched = bytearray(num_blocks)  # 1: the prefix of a later request has matched the block
+        self._free = FreeBlocks(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -127,7 +127,7 @@ class BlockPool:
         """Add one reference to each block for a request whose prefix they match. Such blocks are kept longer."""
         self.hold(blocks)
         for block in blocks:
-            self._was_matched[block] = True
+            self._was_matched[block] = 1
 
     def take(self, count: int) -> list[BlockId]:
         """Take `count` blocks with one reference each, and evict what they held. The caller has checked num_free."""
@@ -168,7 +168,7 @@ class BlockPool:
                 if self._names[block] is None:
                     self._free.add_unnamed(block)
                 else:
-                    self._free.add_named(block, self.now_s, was_matched=self._was_matched[block])
+                    self._free.add_named(block, self.now_s, was_matched=bool(self._was_matched[block]))
 
     def release_passed(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference of blocks that a running sequence no longer needs. They are reused before the others,
@@ -205,5 +205,5 @@ class BlockPool:
         if not siblings:
             del self._children[name.parent]
         self._names[block] = None
-        self._was_matched[block] = False
+        self._was_matched[block] = 0
         self._observer.forgot(name.key)

@@ -9,12 +9,12 @@ from math import ceil
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
 from stoker.routing.candidate import Candidate, PoolTotals, PrefixInfo
-from stoker.routing.cost import Scene, build_scene, cost
+from stoker.routing.cost import Scene, build_scene, costs
 from stoker.routing.hashing import rendezvous
 from stoker.routing.idle_balance import relieve
 from stoker.routing.policy import POLICIES, LegChoice
 from stoker.routing.query import Reason, RouteQuery
-from stoker.routing.session_placement import Preference, even_out, find_home, prefer
+from stoker.routing.session_placement import Preference, even_out, find_home, is_exceeded, prefer
 from stoker.routing.sessions import Sessions
 from stoker.routing.settings import RouterSettings
 
@@ -35,7 +35,7 @@ class Cost:
 
     def score(self, query: RouteQuery, candidates: Sequence[Candidate], prefix: PrefixInfo, now: float) -> list[Reason]:
         scene = build_scene(query, candidates, prefix, self._settings)
-        reasons = [cost(query, one, scene) for one in candidates]
+        reasons = costs(query, candidates, scene)
         preference = self._preference(query, candidates, scene, reasons, now, prefix.totals is not None)
         if preference is not None:
             prefer(reasons, preference)
@@ -45,7 +45,7 @@ class Cost:
         self, query: RouteQuery, candidates: Sequence[Candidate], totals: PoolTotals
     ) -> Callable[[Candidate], float]:
         scene = build_scene(query, candidates, PrefixInfo(totals=totals), self._settings)
-        return lambda one: cost(query, one, scene).cost_s
+        return lambda one: costs(query, (one,), scene)[0].cost_s
 
     def must_score(
         self, query: RouteQuery, members: Collection[Member], prefix: PrefixInfo, is_known: bool, now: float
@@ -100,9 +100,11 @@ class Cost:
             return find_home(query, candidates, scene, reasons, alive, total, most)
         if not scene.idle:
             return None
-        alive = self.sessions.alive(workers, now)
         further = self.sessions.mean_requests
         at = workers.index(home)
+        if is_exceeded(candidates, at, further, self.sessions.counter(now)):
+            return None
+        alive = self.sessions.alive(workers, now)
         expected = None
         if is_part:
             expected = scene.mean_requests * scene.weight + further * self.sessions.total

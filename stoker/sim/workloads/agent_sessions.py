@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import ConfigError
-from stoker.sim.workloads.trace_file import length_field, number_field, output_field, trace_rows
+from stoker.sim.workloads.trace_file import check_order, length_field, number_field, output_field, trace_rows
 from stoker.sim.workloads.workload import SimSession, SimTurn
 
 _BITS = 32
@@ -59,13 +59,16 @@ class AgentSessions:
     def _turns(self, row: dict[str, Any], where: str, start_s: float) -> Iterator[SimTurn]:
         block_size = length_field(row, "block_size", where)
         clock_s, last_t = start_s, None
+        last_of: dict[int, float] = {}  # the last time of each agent; those of a sub-agent may overlap the others
         for number, (request, agent) in enumerate(_requests(row, where)):
             place = f"{where}, request {number + 1}"
             pause_s = min(
                 number_field(request, "think_time", place) if "think_time" in request else 0.0, self.max_pause_s
             )
+            time = number_field(request, "t", place) if self.fixed or "t" in request else 0.0
+            check_order(time, last_of.get(id(agent), time), place, "t")
+            last_of[id(agent)] = time
             if self.fixed:
-                time = number_field(request, "t", place)
                 clock_s += min(max(0.0, time - (time if last_t is None else last_t)), self.max_pause_s) / self.speedup
                 last_t = time
             scope = str(row.get("id", where))

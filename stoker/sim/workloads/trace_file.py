@@ -27,7 +27,7 @@ def number_field(row: dict[str, Any], name: str, where: str, *, least: float = 0
         raise ConfigError(f"{where}: the field {name!r} is missing")
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e15:
-        raise ConfigError(f"{where}: {name}={value!r}: must be a number of at least {least:g}")
+        raise ConfigError(f"{where}: {name}={value!r}: must be a number of at least {least:g} and below 1e15")
     return float(value)
 
 

@@ -11,7 +11,7 @@ from stoker.kv.blocks.pool import BlockPool
 
 def free_blocks(*used: tuple[float, int, bool]) -> FreeBlocks:
     """Each: when it was used, which block, and whether a later request had found it."""
-    free = FreeBlocks(())
+    free = FreeBlocks(0)
     for at, block, was_matched in used:
         free.add_named(BlockId(block), at, was_matched=was_matched)
     return free
@@ -28,6 +28,16 @@ def test_unnamed_blocks_are_reused_first_then_the_least_recently_used() -> None:
     assert order(free) == [7, 3, 2]
 
 
+def test_new_blocks_are_taken_after_returned_ones_and_before_those_with_a_name() -> None:
+    free = FreeBlocks(4)
+    assert [free.pop(), free.pop()] == [0, 1]
+    assert [BlockId(i) in free for i in range(5)] == [False, False, True, True, False]
+    free.add_named(BlockId(0), 1.0, was_matched=False)
+    free.add_unnamed(BlockId(1))
+    assert len(free) == 4
+    assert order(free) == [1, 2, 3, 0]
+
+
 def test_a_block_that_was_matched_again_stays_longer_but_not_forever() -> None:
     later = MATCHED_BONUS_S
     used = [(0, 1, True), (later - 1, 2, False), (later + 1, 3, False), (later + 2, 4, True), (2 * later, 5, False)]
@@ -38,7 +48,7 @@ def test_blocks_are_reused_in_the_order_in_which_they_count_as_used() -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, now_s = random.Random(seed), 1000.0
-    free, due = FreeBlocks(()), dict[BlockId, float]()
+    free, due = FreeBlocks(0), dict[BlockId, float]()
     for number in range(3000):
         now_s += rng.expovariate(1.0)
         block, was_matched = BlockId(number), rng.random() < 0.4
