@@ -1,6 +1,6 @@
 """Goodput of a fleet whose roles follow the load, compared with every fixed split of prefill and decode workers.
 
-    python -m bench run autoscale_goodput                  8 workers, 2 phases of 40 s, about 13 minutes
+    python -m bench run autoscale_goodput                  8 workers, 2 phases of 40 s, about 20 minutes
     python -m bench run autoscale_goodput --split 4        only this fixed split, and the autoscaler
 
 Eight worker processes (bench/support/sleeping_worker.py) run the real server and scheduler, and sleep for calibrated step times.

@@ -143,8 +143,8 @@ class Fleet:
     def saw_report(self, worker_id: WorkerId, report: LoadReport, now: float) -> None:
         member = self._members.get(worker_id)
         if member is not None:
-            member.report, member.reported_at = report, now
-            member.kv_used = min(max(report.kv_used, 0.0), 1.0)
+            report = report.plausible()
+            member.report, member.reported_at, member.kv_used = report, now, report.kv_used
             had_rates = member.rates.are_known
             member.rates.reported(report.prefill_tokens_per_s, report.step_s)
             # Once every worker's rates are known, no worker needs the average, and a report changes only its own worker.

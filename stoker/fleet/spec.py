@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
+
+_MOST_COUNT = 1 << 40  # of sequences, tokens or blocks
+_MOST_TOKENS_PER_S = 1e9
+_LONGEST_STEP_S = 3600.0
 
 
 class Role(StrEnum):
@@ -53,3 +58,28 @@ class LoadReport:
     block_tokens: int | None = None
     prefill_tokens_per_s: float | None = None
     step_s: float | None = None
+
+    def plausible(self) -> LoadReport:
+        """Return this report without the numbers that no worker can have, such as a negative speed or NaN.
+
+        One worker with a fault must not get all requests, or make the costs of the others incomparable.
+        """
+        return LoadReport(
+            _count(self.waiting_tokens),
+            _count(self.waiting_sequences),
+            _count(self.running_sequences),
+            min(max(0.0, self.kv_used), 1.0),  # this order of arguments makes 0 of NaN
+            self.num_blocks and _count(self.num_blocks),
+            self.block_tokens and _count(self.block_tokens),
+            _measured(self.prefill_tokens_per_s, _MOST_TOKENS_PER_S),
+            _measured(self.step_s, _LONGEST_STEP_S),
+        )
+
+
+def _count(value: int) -> int:
+    return min(max(value, 0), _MOST_COUNT)
+
+
+def _measured(value: float | None, most: float) -> float | None:
+    """Return the value, or None if it cannot have been measured."""
+    return value if value is not None and math.isfinite(value) and 0 <= value <= most else None

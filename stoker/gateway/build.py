@@ -72,6 +72,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     _say_free_budgets(config)
     workers = build_worker_side(config, fleet_key, metrics, name, clock, errors)
     fleet = workers.fleet
+    twin = make_twin(config.twin, fleet, metrics, clock)  # a wrong calibration is refused before the store is opened
     aliases = ModelAliases(
         {one.name: one.model for one in config.alias if one.share == 1},
         {one.name: (one.model, one.share) for one in config.alias if one.share < 1},
@@ -117,7 +118,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             request_log=request_log,
             metrics=metrics,
             recorder=workers.deciding.recorder,
-            twin=make_twin(config.twin, fleet, metrics, clock),
+            twin=twin,
             canaries=insight.book.canaries,
             tracing=tracing,
             state=state,

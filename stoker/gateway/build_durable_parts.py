@@ -57,7 +57,7 @@ def build_durable_parts(
     threads = None if store is None else StoreThreads(store)
     key_watch = NoKeyWatch() if threads is None else KeyWatch(keys, threads, errors)
     leases = NoLeases() if threads is None else LimitLeases(threads, meter.identity, clock, errors=errors)
-    objects = _objects(config, threads, keys, name, model_of, errors)
+    objects = _objects(config, threads, keys, name, model_of, clock, errors)
     retention = Retention(threads, config.meter.keep_days, errors=errors)
     return DurableParts(store, threads, prices, meter, key_watch, leases, objects, retention)
 
@@ -85,18 +85,20 @@ def _objects(
     keys: ApiKeys,
     name: str,
     model_of: Callable[[str | None], str],
+    clock: Callable[[], float],
     errors: TaskErrors,
 ) -> TenantObjects | NoObjects:
     if threads is None:
         return NoObjects()
-    max_body_bytes = int(config.listen.max_body_mib * (1 << 20))
     return TenantObjects(
         threads,
         keys,
         config.responses,
         config.batch,
         name=name,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=int(config.listen.max_body_mib * (1 << 20)),
+        max_held_bytes=int(config.listen.held_body_mib * (1 << 20)),
         model_of=model_of,
+        clock=clock,
         errors=errors,
     )

@@ -21,6 +21,8 @@ Matmul = Callable[[Tensor], Tensor]
 _MOST_ROWS = 48
 _LARGE = (480, 192)
 _MAX_OUTS = 4096  # of a larger weight, a part is tried out: the order of additions runs over the inputs
+_TRIED = 11  # rows that take turns in the places of a call
+_LEAST_NUMBERS = 96  # results to compare in each place, since two orders of additions may give the same bits by chance
 
 
 class RowCalls(NamedTuple):
@@ -60,17 +62,14 @@ def row_calls(
     num_outs: int, num_ins: int, dtype: torch.dtype, pack: Callable[[Tensor], Matmul], num_threads: int
 ) -> RowCalls:
     """Return the calls for a weight [num_outs, num_ins]. `pack` returns the matmul with a weight."""
-    weight = _numbers(min(num_outs, _MAX_OUTS), num_ins, dtype)
-    matmul, x = pack(weight), _numbers(max(_LARGE), num_ins, dtype)
+    trial = _Trial(pack(_numbers(min(num_outs, _MAX_OUTS), num_ins, dtype)), _numbers(_TRIED, num_ins, dtype))
     before = torch.get_num_threads()
     try:
         for step, most in _SMALL:
             torch.set_num_threads(1)
-            expected = torch.cat([matmul(rows.clone()) for rows in x[:_MOST_ROWS].split(step)])
-            if all(_agrees(matmul, x, expected, count, num_threads) for count in range(step, most + 1, step)):
-                torch.set_num_threads(1)
-                expected = torch.cat([matmul(rows.clone()) for rows in x.split(step)])
-                large = (count for count in _LARGE if _agrees(matmul, x, expected, count, num_threads))
+            expected = trial.first_rows(step)
+            if all(trial.agrees(expected, count, num_threads) for count in range(step, most + 1, step)):
+                large = (count for count in _LARGE if trial.agrees(expected, count, num_threads))
                 return RowCalls(step, most, next(large, most))
         return _ROW_BY_ROW
     finally:
@@ -91,16 +90,33 @@ def exact_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return matmul_by_rows(x, plain_matmul(weight), calls_of(weight, plain_matmul))
 
 
-def _agrees(matmul: Matmul, x: Tensor, expected: Tensor, count: int, num_threads: int) -> bool:
-    """Return True if a call with `count` rows gives the expected bits, with one thread and with all, wherever a row is."""
-    starts = {first for first in (0, 1, len(expected) - count) if first + count <= len(expected)}
-    for threads in {1, num_threads}:
-        torch.set_num_threads(threads)
-        for first in starts:
-            rows = slice(first, first + count)
-            if not torch.equal(matmul(x[rows].clone()), expected[rows]):
-                return False
-    return True
+class _Trial:
+    """Some rows, and the matmul whose results for them are compared between calls."""
+
+    def __init__(self, matmul: Matmul, rows: Tensor) -> None:
+        self._matmul = matmul
+        self._rows = rows
+
+    def first_rows(self, count: int) -> Tensor:
+        """Return each row's result as the first one in a call of `count` rows."""
+        return torch.stack([self._result(first, count)[0] for first in range(_TRIED)])
+
+    def agrees(self, expected: Tensor, count: int, num_threads: int) -> bool:
+        """Return True if a call of `count` rows gives the expected bits in every place, with one thread and with all."""
+        shifts = max(3, -(-_LEAST_NUMBERS // expected.shape[1]))
+        for threads in {1, num_threads}:
+            torch.set_num_threads(threads)
+            for first in range(min(shifts, _TRIED)):
+                if not torch.equal(self._result(first, count), expected[self._places(first, count)]):
+                    return False
+        return True
+
+    def _result(self, first: int, count: int) -> Tensor:
+        return self._matmul(self._rows[self._places(first, count)])
+
+    def _places(self, first: int, count: int) -> Tensor:
+        """Return which rows are in a call: all in turn, from `first` on."""
+        return (torch.arange(count) + first) % _TRIED
 
 
 def _numbers(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

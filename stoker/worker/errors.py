@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from stoker.base.errors import DeadlineExceeded, InvalidRequest, StokerError
+from stoker.proto.openai.decode import nested_too_deeply
 from stoker.proto.openai.errors import ErrorObject, HttpError, http_error
 from stoker.proto.signed_http import CHALLENGE_HEADER
 from stoker.sched.request import Finish
@@ -35,7 +36,7 @@ def worker_http_error(error: BaseException) -> HttpError:
             return _of_aiohttp(error)
         case RecursionError():
             # Only a client's JSON is nested. It could be decoded, but not be encoded again inside another object.
-            return http_error(InvalidRequest("The request body is nested too deeply.", code="invalid_json"), "server")
+            return http_error(nested_too_deeply(), "server")
         case _:
             return http_error(error, "server")
 

@@ -285,6 +285,29 @@ def test_unmeasured_workers_get_the_average_rate() -> None:
     assert of.step_s(first) == of.step_s(second) == 0.01
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("wrong", [NAN, INF, -INF, -5.0, 1e300])
+def test_speeds_that_no_worker_can_have_are_ignored(wrong: float) -> None:
+    of = Fleet(FleetSettings(prefill_tokens_per_s=1000.0, step_s=0.02))
+    first, second = of.add(spec(A), 0.0), of.add(spec(B), 0.0)
+    of.saw_report(A, LoadReport(prefill_tokens_per_s=wrong, step_s=wrong, kv_used=wrong), 1.0)
+    assert (of.prefill_rate(first), of.step_s(first)) == (1000.0, 0.02)
+    assert (of.prefill_rate(second), of.step_s(second)) == (1000.0, 0.02)
+    assert 0.0 <= first.kv_used <= 1.0
+    of.saw_report(A, LoadReport(prefill_tokens_per_s=2000.0, step_s=0.01), 2.0)
+    of.saw_report(A, LoadReport(prefill_tokens_per_s=wrong, step_s=wrong), 3.0)
+    assert (of.prefill_rate(first), of.step_s(first)) == (2000.0, 0.01), "the last ones that are possible stay"
+
+
+def test_counts_that_no_worker_can_have_are_bounded() -> None:
+    of = fleet(A)
+    of.saw_report(A, LoadReport(-1, -(10**30), 10**30, num_blocks=-7, block_tokens=10**30), 1.0)
+    report = of.members()[0].report
+    assert report == LoadReport(0, 0, 1 << 40, num_blocks=0, block_tokens=1 << 40)
+
+
 def test_a_weight_of_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match="weight=0"):
         WorkerSpec(worker_id=A, url="", weight=0)

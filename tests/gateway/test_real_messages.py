@@ -97,9 +97,10 @@ def test_a_session_stays_on_its_worker_and_its_usage_is_billed(fleet: RealFleet)
     fleet.heal()
     messages: list[dict[str, Any]] = []
     usages, workers = [], []
+    common = " ".join([WORDS] * 60)  # long enough that no busy machine makes computing it again seem cheaper
     for turn in range(4):
         line = f"x-anthropic-billing-header: cc_version=2.1; cch={turn};"
-        system = [{"type": "text", "text": line}, {"type": "text", "text": f"{WORDS} {WORDS}"}]
+        system = [{"type": "text", "text": line}, {"type": "text", "text": common}]
         messages.append({"role": "user", "content": f"Turn {turn}: {WORDS}"})
         body = {"messages": messages, "system": system, "max_tokens": 8, "ignore_eos": True, "stream": bool(turn % 2)}
         body |= {"metadata": {"user_id": "user_1_session_2"}}
@@ -116,6 +117,7 @@ def test_a_session_stays_on_its_worker_and_its_usage_is_billed(fleet: RealFleet)
         usages.append(usage)
         workers.append(fleet.last_route()[1])
         messages.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
+        fleet.settle(60)
     assert len({id(worker) for worker in workers}) == 1
     for before, usage in pairwise(usages):
         sent = before["input_tokens"] + before["cache_read_input_tokens"]

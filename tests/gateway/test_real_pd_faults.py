@@ -22,7 +22,6 @@ from stoker.kv.store.tiers.host.host_memory import remove_host_store
 
 BLOCK = 16
 PULLED, LOADED = "stoker_kv_pulled_tokens_total", "stoker_kv_loaded_tokens_total"
-LATE = "stoker_kv_failed_loads_total"  # on a stalling machine, the tiny model computes faster than the KV arrives
 VICTIMS = ("decode worker", "decode engine", "prefill worker", "prefill engine")
 ALWAYS = (("decode worker", 0.03), ("prefill worker", 0.0))
 WORDS = "river stone lamp garden signal copper winter orbit pepper violin "
@@ -145,42 +144,56 @@ def blocks_known(fleet: RealFleet) -> tuple[float, float]:
     return in_memory, fleet.gateway.metrics()['stoker_gateway_index_blocks{model="tiny"}']
 
 
-def test_turns_find_each_other_in_the_store_and_a_store_that_is_gone_costs_time_alone(
-    stored: tuple[RealFleet, Path],
-) -> None:
-    fleet, disk = stored
+def take_turn(fleet: RealFleet, prompt: list[int]) -> dict[str, Any]:
+    """Ask the gateway and one worker alone, compare the answers, and return that of the gateway when the fleet is idle."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3 * BLOCK, "temperature": 0}
+    asked |= {"ignore_eos": True, "return_token_ids": True}
+    assert fleet.reference is not None
+    through, alone = (Exchange(port, asked, path=COMPLETIONS) for port in (fleet.gateway.port, fleet.reference.port))
+    for one in (through, alone):
+        one.wait()
+        assert one.status == 200, (one.status, one.answer[:500], one.broken)
+    assert through.json["choices"] == alone.json["choices"]
+    fleet.settle(60)
+    answer: dict[str, Any] = through.json
+    return answer
+
+
+def next_prompt(prompt: list[int], answer: dict[str, Any], number: int) -> list[int]:
+    return [*prompt, *answer["choices"][0]["token_ids"], *range(1000 * number, 1000 * number + 5)]
+
+
+def test_prefill_finds_what_decode_computed(stored: tuple[RealFleet, Path]) -> None:
+    fleet, _ = stored
     (prefill,) = fleet.of_role("prefill")
     rng = random.Random(1)
+    found = []
+    for number in range(4):  # on a busy machine, a load may be late, or seem slower than to compute some blocks again
+        prompt = [rng.randrange(100, 20_000) for _ in range(20 * BLOCK)]
+        blocks, known = min(blocks_known(fleet)), len(prompt) + 3 * BLOCK
+        first = take_turn(fleet, prompt)
+        # Computed blocks are written behind, then published.
+        wait_for(lambda wanted=blocks + known // BLOCK - 2: min(blocks_known(fleet)) >= wanted)  # type: ignore[misc]
+        second = take_turn(fleet, next_prompt(prompt, first, number))
+        (reason,) = (one for one in fleet.last_reasons() if one["part"] == "prefill")
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        found.append((cached, reason["cached_tokens"]))
+        # Events may lag behind the last steps.
+        if cached >= known - 2 * BLOCK and reason["cached_tokens"] > len(prompt) // 2:
+            assert prefill.metrics()[LOADED] > 0
+            return
+    raise AssertionError(f"cached tokens of the prefill worker, and what the gateway knew of: {found}")
+
+
+def test_a_store_that_is_gone_costs_time_alone(stored: tuple[RealFleet, Path]) -> None:
+    fleet, disk = stored
+    rng = random.Random(2)
     prompt = [rng.randrange(100, 20_000) for _ in range(20 * BLOCK)]
-    known, late = 0, 0.0
     for turn in range(4):
         if turn == 2:
             while disk.exists():  # a worker may still write there
                 shutil.rmtree(disk, ignore_errors=True)
-        asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3 * BLOCK, "temperature": 0}
-        asked |= {"ignore_eos": True, "return_token_ids": True}
-        assert fleet.reference is not None
-        through, alone = (
-            Exchange(port, asked, path=COMPLETIONS) for port in (fleet.gateway.port, fleet.reference.port)
-        )
-        for one in (through, alone):
-            one.wait()
-            assert one.status == 200, (one.status, one.answer[:500], one.broken)
-        assert through.json["choices"] == alone.json["choices"]
-        if turn == 1 and prefill.metrics()[LATE] == late:
-            cached = through.usage["prompt_tokens_details"]["cached_tokens"]
-            assert cached >= known - 2 * BLOCK, "prefill finds what decode computed"
-            assert prefill.metrics()[LOADED] > 0
-            (reason,) = (one for one in fleet.last_reasons() if one["part"] == "prefill")
-            # Events may lag behind the last steps.
-            assert reason["cached_tokens"] > len(prompt) // 2, "and the gateway knew"
-        known = len(prompt) + 3 * BLOCK
-        prompt = [*prompt, *through.json["choices"][0]["token_ids"], *range(1000 * turn, 1000 * turn + 5)]
-        fleet.settle(60)
-        late = prefill.metrics()[LATE]
-        if turn == 0:  # computed blocks are written behind, then published
-            wanted = known // BLOCK - 2
-            wait_for(lambda wanted=wanted: min(blocks_known(fleet)) >= wanted)  # type: ignore[misc]
+        prompt = next_prompt(prompt, take_turn(fleet, prompt), turn)
 
 
 @pytest.mark.slow

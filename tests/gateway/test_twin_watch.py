@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,14 @@ def test_a_slow_worker_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_a_wrong_calibration_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "calibration.json"
+    """Before anything is opened, such as the store."""
+    file, store = tmp_path / "calibration.json", tmp_path / "store.db"
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="not a calibration file"):
-        build_gateway(load(None, {"twin.enabled": True, "twin.calibration": str(file), "store": "none"}))
+    gc.collect()  # what earlier tests left
+    with warnings.catch_warnings(record=True) as left_open:
+        warnings.simplefilter("always")
+        with pytest.raises(ConfigError, match="not a calibration file"):
+            build_gateway(load(None, {"twin.enabled": True, "twin.calibration": str(file), "store": str(store)}))
+        gc.collect()
+    assert [str(one.message) for one in left_open] == []
+    assert not store.exists()

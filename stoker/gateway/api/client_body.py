@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from itertools import islice
 from operator import attrgetter
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai.decode import decode
+from stoker.proto.openai.decode import decode, nested_too_deeply
 from stoker.proto.openai.fields import StreamOptions, UsageOption
 
 # Fields that only the gateway may send to workers. A client that sends one is refused.
@@ -47,6 +47,9 @@ _LARGE_BYTES = 1 << 20  # the names of a larger body are measured before they ar
 # Decoding the top level makes an object for each field, and many bodies are decoded so. The conversation itself is one field.
 _MAX_FIELDS = 50_000
 _FEW_FIELDS_BYTES = 256 << 10  # a smaller rest of the body cannot have more
+
+_MAX_VALUES = 100_000  # of JSON that is decoded below its top level
+_TEXT_OR_COMMA = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|,', re.DOTALL)
 
 _SLICE_BYTES = 64 << 10
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
@@ -158,7 +161,12 @@ class _RawNames(msgspec.Struct):
     cache_salt: Raw | UnsetType = UNSET
 
 
-_large_values = attrgetter("messages", "prompt", "input", "instructions", "system", "tools", "prompt_token_ids")
+_CONVERSATION = ("messages", "prompt", "input", "instructions", "system", "tools", "prompt_token_ids")
+_large_values = attrgetter(*_CONVERSATION)
+_LargeFields = msgspec.defstruct(  # of all endpoints, whatever they hold
+    "_LargeFields",
+    [(name, Raw | UnsetType, UNSET) for name in (*_CONVERSATION, "query", "documents", "text_1", "text_2")],
+)
 _internal_values = attrgetter(*INTERNAL_FIELDS)
 _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 
@@ -174,7 +182,7 @@ def parse(kind: EndpointKind, body: bytes) -> RequestEnvelope:
         _check_names(body)
     envelope = decode(RequestEnvelope, body)
     if len(body) > _FEW_FIELDS_BYTES:
-        _check_fields(envelope, body)
+        _check_fields(_large_values(envelope), body)
     envelope.kind = kind
     envelope.raw = body
     envelope.salt = envelope.cache_salt if isinstance(envelope.cache_salt, str) else None
@@ -215,12 +223,12 @@ def _check_names(body: bytes) -> None:
             raise InvalidRequest(message, param=name, code="invalid_value")
 
 
-def _check_fields(envelope: RequestEnvelope, body: bytes) -> None:
-    """Refuse a body with very many fields. Counts the colons outside of the conversation, which is quick."""
-    large = [value for value in _large_values(envelope) if not isinstance(value, UnsetType)]
-    if len(body) - sum(memoryview(value).nbytes for value in large) <= _FEW_FIELDS_BYTES:
+def _check_fields(values: Iterable[Raw | UnsetType], body: bytes) -> None:
+    """Refuse a body with very many fields besides those with these values. Counts their colons, which is quick."""
+    large = [memoryview(value) for value in values if not isinstance(value, UnsetType)]
+    if len(body) - sum(view.nbytes for view in large) <= _FEW_FIELDS_BYTES:
         return
-    num_fields = body.count(b":") - sum(bytes(value).count(b":") for value in large)
+    num_fields = body.count(b":") - sum(bytes(view).count(b":") for view in large)
     if num_fields > _MAX_FIELDS:
         raise InvalidRequest(
             f"The request body has up to {num_fields} fields besides the conversation and the tools; at most"
@@ -249,12 +257,38 @@ def edit(envelope: RequestEnvelope, put: Mapping[str, bytes], drop: Collection[s
         return envelope.raw
     if not drop and all(getattr(envelope, name) is UNSET for name in put):
         return _insert(envelope.raw, put)
-    table = fields(envelope.raw)
+    table = envelope_fields(envelope)
     for name in drop:
         table.pop(name, None)
     for name, value in put.items():
         table[name] = Raw(value)
     return msgspec.json.encode(table)
+
+
+def check_num_values(json: bytes, param: str) -> None:
+    """Refuse JSON of very many values. It is not decoded, because that could take seconds, and texts are skipped."""
+    if json.count(b",") <= _MAX_VALUES:
+        return
+    if sum(1 for _ in islice(_TEXT_OR_COMMA.finditer(json), _MAX_VALUES + 1)) > _MAX_VALUES:
+        raise InvalidRequest(f"Invalid value for '{param}': it has more than {_MAX_VALUES} values.", param=param)
+
+
+def envelope_fields(envelope: RequestEnvelope) -> dict[str, Raw]:
+    """Decode the top level of a body that `parse` has accepted. Raises InvalidRequest if too little of the stack is left."""
+    try:
+        return fields(envelope.raw)
+    except msgspec.DecodeError:
+        raise nested_too_deeply() from None
+
+
+def client_fields(body: bytes) -> dict[str, Raw]:
+    """Decode the top level of a client's body; the values stay raw JSON. Raises InvalidRequest also for very many fields."""
+    if len(body) > _FEW_FIELDS_BYTES:
+        _check_fields(msgspec.structs.astuple(decode(_LargeFields, body)), body)
+    try:
+        return fields(body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The request body is not a JSON object: {error}.", code="invalid_json") from None
 
 
 def fields(data: bytes | Raw) -> dict[str, Raw]:

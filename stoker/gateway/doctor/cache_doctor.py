@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from stoker.fleet.lost_blocks import BlockLoss, LossCause, LostBlocks
 from stoker.fleet.prefix_index import Key, Match
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.doctor import miss_parts as why
-from stoker.gateway.doctor.miss_parts import Cut
+from stoker.gateway.doctor.miss_parts import Cut, MissPart, split
 from stoker.gateway.doctor.turns import Comparison, SentTurn, TurnMemory
 from stoker.gateway.prefix.prompt_parts import prompt_parts
 from stoker.gateway.prefix.stable_json import StableJson
@@ -27,7 +29,6 @@ _REASONS: dict[LossCause, str] = {
     "forgotten": why.UNKNOWN,
 }
 _END = float("inf")
-_SHORT: tuple[Cut, ...] = ((_END, why.PARTIAL_BLOCK, ""),)
 _NO_MATCH = Match()
 _AFTER_ROUTING = "after routing"
 _OPTIONS = "options"  # such as `chat_template_kwargs`, which no hash of a part contains
@@ -49,37 +50,63 @@ class CacheDoctor:
         route: Route | None,
         prompt_tokens: int,
         answer_tokens: int,
-    ) -> tuple[Cut, ...]:
-        """Return the ranges of the prompt with their reasons, for `split`. Call it once: it remembers the request."""
+    ) -> ExaminedPrompt:
+        """Compare a request with the previous turn. Call it once for each request: it remembers the request."""
         keys, block_tokens = query.keys, query.block_tokens
         if not keys:
-            return _SHORT if query.num_tokens <= block_tokens else ()
-        turn = SentTurn.of(
-            envelope.salt, query.session, prompt_parts(envelope, self._stable), keys, prompt_tokens, answer_tokens
-        )
-        found = self._turns.replace(tenant, query.model, turn, keys)
+            return _SHORT if query.num_tokens <= block_tokens else _UNKNOWN
+        turns = self._turns
+        likely = turns.before(tenant, query.model, keys)
+        parts = prompt_parts(envelope, self._stable, None if likely is None else likely.parts)
+        turn = SentTurn.of(envelope.salt, query.session, parts, keys, prompt_tokens, answer_tokens)
+        found = turns.replace(tenant, query.model, turn, keys, likely)
         if route is None or envelope.num_prompts > 1:
-            return ()
+            return _UNKNOWN
         # Without a tokenizer, the gateway's tokens are an estimate.
-        scale = prompt_tokens / max(1, query.num_tokens)
-        return tuple(self._cuts(route, keys, block_tokens * scale, turn, found))
+        block = block_tokens * (prompt_tokens / max(1, query.num_tokens))
+        lost = self._losses.run_of(keys, route.matches.most_blocks, route.routed_s)
+        return PromptHistory(route, keys, block, lost, turn, found)
 
-    def _cuts(
-        self, route: Route, keys: Sequence[Key], block: float, turn: SentTurn, found: Comparison | None
-    ) -> list[Cut]:
-        """Return the ranges of a prompt. `block` is the size of a block in tokens."""
-        full = (turn.num_tokens - 1) // block * block  # at least the last token is always computed
+
+class SimplePrompt(msgspec.Struct, eq=False, gc=False):
+    """A prompt about which there is one thing to say, or nothing."""
+
+    cuts: tuple[Cut, ...]
+
+    def parts(self, prompt_tokens: int, cached_tokens: int) -> tuple[MissPart, ...]:
+        return split(self.cuts, cached_tokens, prompt_tokens)
+
+
+_SHORT = SimplePrompt(((_END, why.PARTIAL_BLOCK, ""),))
+_UNKNOWN = SimplePrompt(())
+
+
+class PromptHistory(msgspec.Struct, eq=False, gc=False):
+    """A prompt of at least one block, and what was known of its blocks. `block` is the size of a block in tokens."""
+
+    route: Route
+    keys: Sequence[Key]
+    block: float
+    lost: list[tuple[int, BlockLoss]]  # blocks behind those that the workers held
+    turn: SentTurn
+    found: Comparison | None
+
+    def parts(self, prompt_tokens: int, cached_tokens: int) -> tuple[MissPart, ...]:
+        """Return why the tokens that were not cached were computed."""
+        return split(self._cuts(cached_tokens), cached_tokens, prompt_tokens)
+
+    def _cuts(self, cached_tokens: int) -> list[Cut]:
+        """Return the ranges of the prompt, those below `cached_tokens` only if they are needed for later ones."""
+        block, route, lost = self.block, self.route, self.lost
+        full = (self.turn.num_tokens - 1) // block * block  # at least the last token is always computed
         cuts: list[Cut] = []
-        num_held = 0
-        for held, reason, place in _held(route):
-            if held > num_held:
-                num_held = held
-                cuts.append((min(held * block, full), reason, place))
-        lost = self._losses.run_of(keys, num_held, route.routed_s)
+        num_held = route.matches.most_blocks
+        if cached_tokens < min(num_held * block, full):
+            cuts += [(min(held * block, full), reason, place) for held, reason, place in _held(route)]
         for number, loss in lost:
             cuts.append((min(number * block, full), *_reason(loss, route.routed_s)))
         known = (lost[-1][0] if lost else num_held) * block
-        for end, reason, place in _never_sent(turn, found, keys, block, has_known_start=known > 0):
+        for end, reason, place in _never_sent(self.turn, self.found, self.keys, block, has_known_start=known > 0):
             if end > known:
                 cuts.append((min(end, full), reason, place))
                 if end >= full:
@@ -88,10 +115,11 @@ class CacheDoctor:
         return cuts
 
 
+ExaminedPrompt = SimplePrompt | PromptHistory
+
+
 def _held(route: Route) -> list[tuple[int, str, str]]:
     """Return what the workers held when the route was chosen: an end in blocks, and why the blocks before it were computed."""
-    if not route.matches:
-        return []
     leg = route.prefill or route.decode
     chosen = route.matches.get(leg.worker.worker_id) or _NO_MATCH
     held = [
@@ -99,7 +127,7 @@ def _held(route: Route) -> list[tuple[int, str, str]]:
         (chosen.device_blocks, why.PENDING, ""),
         (chosen.blocks, why.NOT_LOADED, ""),
     ]
-    most = max([match.blocks for match in route.matches.values()])
+    most = route.matches.most_blocks
     if most > chosen.blocks:
         candidates = {reason.worker_id for reason in route.reasons}
         usable = [match.blocks for worker_id, match in route.matches.items() if worker_id in candidates]

@@ -1,16 +1,18 @@
 """TurnMemory: the latest request of each conversation, as hashes, to compare the next one with. Pure.
 
 A request is found again by its session, by its first message and by its second one, always within its tenant. So a
-conversation is recognised without a session key too, also when its system prompt changes from turn to turn.
+conversation is recognised without a session key too, also when its system prompt changes from turn to turn. Most requests continue
+the prompt of the turn before: that one is found at once by the key of its last full block.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
+
+import msgspec
 
 from stoker.fleet.prefix_index import Key
 from stoker.gateway.prefix.prompt_parts import PromptParts
@@ -19,23 +21,26 @@ _PER_ANCHOR = 4  # conversations with the same first message, or in the same ses
 _SAMPLES = 32
 _ANCHORED_MESSAGES = 2
 _MAX_HASHES = 1_000_000  # all turns together; less than 100 MB
+_MAX_NEW_BLOCKS = 512  # added by a request to the one before it; with more, it is found by its messages
 _TURN_HASHES = 48  # what a turn costs besides its parts: its samples and the anchors' entries
 
 Relation = Literal["continued", "salted", "changed", "unrelated"]
 
 
-@dataclass(slots=True, eq=False)
-class SentTurn:
-    """One request of a conversation."""
+class SentTurn(msgspec.Struct, eq=False, gc=False):
+    """One request of a conversation. This and the next are msgspec structs, because each request creates them."""
 
     salt: str | None
     session: str | None
     parts: PromptParts | None
-    keys: Sequence[Key] = field(repr=False)  # a sample of its prefix keys, `stride` blocks apart
+    keys: Sequence[Key]  # a sample of its prefix keys, `stride` blocks apart
     stride: int
     num_blocks: int
     num_tokens: int
     answer_tokens: int
+    last_key: Key | None  # of its last full block
+    size: int  # in hashes
+    num_anchors: int = 0  # under which it is remembered
 
     @classmethod
     def of(
@@ -47,16 +52,18 @@ class SentTurn:
         num_tokens: int,
         answer_tokens: int = 0,
     ) -> SentTurn:
-        stride = max(1, len(keys) // _SAMPLES)
+        count = len(keys)
+        stride = max(1, count // _SAMPLES)
         samples = keys[stride - 1 :: stride]
-        return cls(salt, session, parts, samples, stride, len(keys), num_tokens, answer_tokens)
-
-    @property
-    def size(self) -> int:
-        return _TURN_HASHES + (0 if self.parts is None else self.parts.size)
+        size = _TURN_HASHES + (0 if parts is None else parts.size)
+        last = keys[-1] if count else None
+        return cls(salt, session, parts, samples, stride, count, num_tokens, answer_tokens, last, size)
 
     def shared_blocks(self, keys: Sequence[Key]) -> int:
         """Return how many leading blocks of `keys` are those of this turn, to within one stride."""
+        end = len(self.keys) * self.stride
+        if 0 < end <= len(keys) and keys[end - 1] == self.keys[-1]:  # a key follows from those before it
+            return end
         count = 0
         for mine, other in zip(self.keys, islice(keys, self.stride - 1, None, self.stride), strict=False):
             if mine != other:
@@ -65,8 +72,7 @@ class SentTurn:
         return min(count, len(keys))
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(msgspec.Struct, frozen=True, gc=False):
     """How a request relates to an earlier one of its conversation. `place` names the part that changed."""
 
     earlier: SentTurn
@@ -116,22 +122,42 @@ class TurnMemory:
         self._max_hashes = max_hashes
         self._num_hashes = 0
         self._anchored: OrderedDict[Hashable, list[SentTurn]] = OrderedDict()
+        self._ends: dict[Key, tuple[str, str, SentTurn]] = {}  # by the last full block: tenant, model and turn
 
     @property
     def num_hashes(self) -> int:
         return self._num_hashes
 
-    def replace(self, tenant: str, model: str, turn: SentTurn, keys: Sequence[Key]) -> Comparison | None:
-        """Store the turn in place of the one that it continues. Return how it relates to the most similar earlier turn."""
+    def before(self, tenant: str, model: str, keys: Sequence[Key]) -> SentTurn | None:
+        """Return the turn whose full blocks these keys continue, or None. Of several, return the longest."""
+        ends = self._ends
+        for key in islice(reversed(keys), _MAX_NEW_BLOCKS):
+            if key in ends:
+                its_tenant, its_model, turn = ends[key]
+                return turn if its_tenant == tenant and its_model == model else None
+        return None
+
+    def replace(
+        self, tenant: str, model: str, turn: SentTurn, keys: Sequence[Key], likely: SentTurn | None = None
+    ) -> Comparison | None:
+        """Store the turn in place of the one that it continues. Return how it relates to the most similar earlier turn.
+
+        `likely` is what `before` returned. If the turn continues it, no other one is compared.
+        """
         anchors = _anchors(tenant, model, turn)
-        candidates = [one for anchor in anchors for one in self._anchored.get(anchor, ())]
-        best = _continued(candidates, turn) or _closest(dict.fromkeys(candidates), turn, keys)
+        best = None if likely is None else _continued((likely,), turn)
+        if best is None:
+            candidates = [one for anchor in anchors for one in self._anchored.get(anchor, ())]
+            best = _continued(candidates, turn) or _closest(dict.fromkeys(candidates), turn, keys)
         before = None if best is None or best.relation == "unrelated" else best.earlier
         for anchor in anchors:
             self._put(anchor, turn, before)
+        if anchors and turn.last_key is not None:
+            self._ends[turn.last_key] = tenant, model, turn
         while self._num_hashes > self._max_hashes and self._anchored:
             _, dropped = self._anchored.popitem(last=False)
-            self._num_hashes -= sum(one.size for one in dropped)
+            for one in dropped:
+                self._dropped(one)
         return None if before is None else best
 
     def _put(self, anchor: Hashable, turn: SentTurn, before: SentTurn | None) -> None:
@@ -140,13 +166,22 @@ class TurnMemory:
             self._anchored[anchor] = [turn]
         else:
             self._anchored.move_to_end(anchor)
-            dropped = next((i for i, one in enumerate(turns) if one is before), None)
-            if dropped is None and len(turns) >= _PER_ANCHOR:
-                dropped = 0
-            if dropped is not None:
-                self._num_hashes -= turns.pop(dropped).size
+            if before is not None and before in turns:
+                turns.remove(before)
+                self._dropped(before)
+            elif len(turns) >= _PER_ANCHOR:
+                self._dropped(turns.pop(0))  # other anchors may still have it
             turns.append(turn)
+        turn.num_anchors += 1
         self._num_hashes += turn.size
+
+    def _dropped(self, turn: SentTurn) -> None:
+        """Note that an anchor has dropped the turn."""
+        turn.num_anchors -= 1
+        self._num_hashes -= turn.size
+        key = turn.last_key
+        if not turn.num_anchors and key is not None and (end := self._ends.get(key)) is not None and end[2] is turn:
+            del self._ends[key]
 
 
 def _continued(candidates: Iterable[SentTurn], turn: SentTurn) -> Comparison | None:

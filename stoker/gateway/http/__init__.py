@@ -3,7 +3,7 @@
 The package does not depend on the rest of the gateway. All it knows about the OpenAI API is the shape of an error body.
 """
 
-from stoker.gateway.http.body_budget import PUBLIC
+from stoker.gateway.http.body_budget import PUBLIC, BodyBudget
 from stoker.gateway.http.connection_pool import ConnectionPool
 from stoker.gateway.http.errors import (
     BadMessage,
@@ -30,6 +30,7 @@ __all__ = [
     "PUBLIC",
     "AnswerSink",
     "BadMessage",
+    "BodyBudget",
     "BodyGrant",
     "ClientLimits",
     "ConnectTimeout",

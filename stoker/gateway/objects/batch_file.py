@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
+from stoker.base.errors import InvalidRequest
+from stoker.gateway.api.client_body import client_fields
 from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH
 
 _FLEX = {"service_tier": Raw(b'"flex"')}
@@ -36,7 +39,7 @@ class _InputLine(msgspec.Struct):
     custom_id: str
     method: str
     url: str
-    body: dict[str, Raw]
+    body: Raw  # decoded with a bound on its fields
 
 
 _LINE: msgspec.json.Decoder[_InputLine] = msgspec.json.Decoder(_InputLine)
@@ -50,7 +53,7 @@ class BatchReader:
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
         self._rest = bytearray()  # the beginning of a line whose end has not come
-        self._seen: set[str] = set()
+        self._seen: set[bytes] = set()  # hashes of custom ids, which may be long
         self._num_lines = 0
         self.num_requests = 0
         self._has_stopped = False  # nothing after the last error can be read
@@ -95,9 +98,14 @@ class BatchReader:
         given = self._decoded(line)
         if given is None or not self._is_valid(given):
             return None
-        self._seen.add(given.custom_id)
+        try:
+            body = client_fields(bytes(given.body))
+        except InvalidRequest as error:
+            self._wrong("invalid_line", f"The line is not a request: {error.message}", "body")
+            return None
+        self._seen.add(_digest(given.custom_id))
         self.num_requests += 1
-        return self._num_lines, given.custom_id, msgspec.json.encode({**given.body, **ENDPOINTS[self._endpoint]})
+        return self._num_lines, given.custom_id, msgspec.json.encode({**body, **ENDPOINTS[self._endpoint]})
 
     def _decoded(self, line: bytes) -> _InputLine | None:
         try:
@@ -113,7 +121,7 @@ class BatchReader:
         if not 0 < len(given.custom_id) <= _MAX_CUSTOM_ID_CHARS or "\0" in given.custom_id:
             what = f"'custom_id' must have 1 to {_MAX_CUSTOM_ID_CHARS} characters."
             self._wrong("invalid_custom_id", what, "custom_id")
-        elif given.custom_id in self._seen:
+        elif _digest(given.custom_id) in self._seen:
             self._wrong("duplicate_custom_id", f"{given.custom_id!r} is used by an earlier line.", "custom_id")
         if given.method != "POST":
             self._wrong("invalid_method", f"'method' must be POST, not {given.method[:20]!r}.", "method")
@@ -127,3 +135,7 @@ class BatchReader:
     def _wrong(self, code: str, message: str, param: str | None = None, at: int | None = -1) -> None:
         line = self._num_lines if at == -1 else at
         self.errors.append({"code": code, "line": line, "message": message, "param": param})
+
+
+def _digest(custom_id: str) -> bytes:
+    return blake2b(custom_id.encode(), digest_size=16).digest()

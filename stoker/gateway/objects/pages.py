@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from stoker.base.errors import InvalidRequest
@@ -14,6 +14,8 @@ from stoker.gateway.objects.object_ids import is_object_id
 _MAX_LIMIT = 100
 _DEFAULT_LIMIT = 20
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,15 @@ def small_number(text: str) -> int | None:
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
-def paged(items: Sequence[dict[str, Any]], page: ListPage) -> dict[str, Any]:
-    """Return one page of `items`, which are in ascending order and have an id."""
-    ordered = list(items) if page.is_ascending else list(reversed(items))
+def paged(items: Sequence[T], page: ListPage, id_of: Callable[[T], str]) -> tuple[Sequence[T], bool]:
+    """Return one page of `items`, which are in ascending order, and True if more follow."""
+    ordered = items if page.is_ascending else items[::-1]
     if page.after is not None:
-        places = [i for i, item in enumerate(ordered) if item["id"] == page.after]
-        if not places:
+        place = next((i for i, item in enumerate(ordered) if id_of(item) == page.after), None)
+        if place is None:
             raise InvalidRequest(f"Invalid value for 'after': no item has the id {page.after[:80]!r}.", param="after")
-        ordered = ordered[places[0] + 1 :]
-    return list_object(ordered[: page.limit], has_more=len(ordered) > page.limit)
+        ordered = ordered[place + 1 :]
+    return ordered[: page.limit], len(ordered) > page.limit
 
 
 def list_object(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:

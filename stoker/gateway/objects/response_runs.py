@@ -148,13 +148,16 @@ class ResponseRuns:
     def lease_end_s(self) -> float:
         return self._unix_time() + self._settings.lease_s
 
-    def start(self, row: StoredResponse, caller: Caller, head: RequestHead) -> None:
-        """Run a background response that this gateway owns."""
+    def start(
+        self, row: StoredResponse, caller: Caller, head: RequestHead, on_end: Callable[[], object] = lambda: None
+    ) -> None:
+        """Run a background response that this gateway owns. `on_end` is called when it no longer runs here."""
         task = asyncio.get_running_loop().create_task(self._run(row, caller, head))
         self._tasks[row.id] = task
         self._cancelled[row.id] = asyncio.Event()
         self._changed[row.id] = asyncio.Event()
         task.add_done_callback(lambda _: self._ended(row.id))
+        task.add_done_callback(lambda _: on_end())
 
     def cancel(self, response_id: str) -> None:
         """Cancel a response if it runs here. It ends as cancelled."""

@@ -118,28 +118,27 @@ def get(reader: Transaction, tenant: str, response_id: str) -> StoredResponse | 
     return rows[0] if rows else None
 
 
-def chain(
-    reader: Transaction, tenant: str, response_id: str, max_turns: int, max_bytes: int
-) -> list[StoredResponse] | int:
-    """Return a response and those before it, the oldest first. The first one has a `previous_id` if an older one is missing.
+_TURNS = (
+    "WITH RECURSIVE turns (id, previous_id, depth) AS ("
+    " SELECT id, previous_id, 0 FROM responses WHERE id = ? AND tenant = ?"
+    " UNION ALL"
+    " SELECT r.id, r.previous_id, turns.depth + 1 FROM responses r JOIN turns ON r.id = turns.previous_id"
+    " WHERE r.tenant = ? AND turns.depth < ?)"
+)
 
-    A conversation of more than `max_bytes` is not read: the result is its size.
-    """
-    turns = (
-        "WITH RECURSIVE turns (id, previous_id, depth) AS ("
-        " SELECT id, previous_id, 0 FROM responses WHERE id = ? AND tenant = ?"
-        " UNION ALL"
-        " SELECT r.id, r.previous_id, turns.depth + 1 FROM responses r JOIN turns ON r.id = turns.previous_id"
-        " WHERE r.tenant = ? AND turns.depth < ?)"
-    )
-    values = (response_id, tenant, tenant, max_turns)
-    size = f"{turns} SELECT COALESCE(SUM(r.raw_bytes), 0) FROM turns JOIN responses r ON r.id = turns.id"
-    ((num_bytes,),) = list(reader.execute(size, values))
-    if num_bytes > max_bytes:
-        return int(num_bytes)
+
+def chain_bytes(reader: Transaction, tenant: str, response_id: str, max_turns: int) -> int:
+    """Return the size of a response and those before it. Compressed, they may be much smaller."""
+    query = f"{_TURNS} SELECT COALESCE(SUM(r.raw_bytes), 0) FROM turns JOIN responses r ON r.id = turns.id"
+    ((num_bytes,),) = list(reader.execute(query, (response_id, tenant, tenant, max_turns)))
+    return int(num_bytes)
+
+
+def chain(reader: Transaction, tenant: str, response_id: str, max_turns: int) -> list[StoredResponse]:
+    """Return a response and those before it, the oldest first. The first one has a `previous_id` if an older one is missing."""
     columns = ", ".join(f"r.{name.strip()}" for name in _COLUMNS.split(","))
-    query = f"{turns} SELECT {columns} FROM turns JOIN responses r ON r.id = turns.id ORDER BY turns.depth DESC"
-    return [_row(row) for row in reader.execute(query, values)]
+    query = f"{_TURNS} SELECT {columns} FROM turns JOIN responses r ON r.id = turns.id ORDER BY turns.depth DESC"
+    return [_row(row) for row in reader.execute(query, (response_id, tenant, tenant, max_turns))]
 
 
 def is_finished(reader: Transaction, tenant: str, response_id: str) -> bool:

@@ -5,10 +5,10 @@ A request that is not stored, continues nothing and does not run in the backgrou
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -18,28 +18,29 @@ from msgspec import Raw
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded, StokerError
 from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors
+from stoker.gateway.admission.admission import rate_limited
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
-from stoker.gateway.api.client_body import EndpointKind, check_utf8, fields
+from stoker.gateway.api.client_body import EndpointKind, check_utf8, client_fields, fields
 from stoker.gateway.api.reply import JSON, Reply, json_reply, method_not_allowed
-from stoker.gateway.http import Headers, HttpRequest, InternalRequest, RequestHead, internal_head
+from stoker.gateway.http import BodyBudget, HttpRequest, InternalRequest, RequestHead, internal_head
 from stoker.gateway.objects import response_table as table
+from stoker.gateway.objects.foreground_sink import ForegroundSink, connect
 from stoker.gateway.objects.object_ids import is_object_id
 from stoker.gateway.objects.object_settings import ResponsesSettings
-from stoker.gateway.objects.pages import page_of, paged, small_number
+from stoker.gateway.objects.pages import page_of, small_number
 from stoker.gateway.objects.quota import QUOTA_TABLES
-from stoker.gateway.objects.response_events import EditedStream, ResponseEdits, events_beyond
+from stoker.gateway.objects.response_events import ResponseEdits
 from stoker.gateway.objects.response_input import PreviousNotFound, check_turns, listed_items, own_items, stateless_body
 from stoker.gateway.objects.response_runs import Generate, ResponseRuns, status_of
+from stoker.gateway.objects.response_streams import ResponseStreams
 from stoker.gateway.objects.response_table import RESPONSE_TABLES, StoredResponse
-from stoker.gateway.objects.slow_clients import wait_for_room
 from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 from stoker.proto.openai.decode import decode
 from stoker.proto.openai.responses import ResponseObject, ResponsesRequest
 
 PREFIX = b"/v1/responses/"
-_SSE: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-_POLL_S = 0.25  # how often a stream asks the store for the events of a response that another gateway runs
+_POLL_S = 0.25  # how often it is asked whether a cancelled response has ended
 _CANCEL_S = 5.0  # how long a cancelled response may take to end
 
 log = EventLog("responses")
@@ -54,52 +55,6 @@ class _StateFields(msgspec.Struct):
     previous_response_id: str | None = None
 
 
-class ForegroundSink:
-    """Passes an answer on to the client, and keeps its end back until it is stored."""
-
-    def __init__(self, client: HttpRequest, edits: ResponseEdits) -> None:
-        self._client = client
-        self._edits = edits
-        self.stream = EditedStream(edits)
-        self.headers: Headers = []
-        self.response: bytes | None = None
-
-    @property
-    def paused(self) -> bool:
-        return self._client.paused
-
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        if status != 200:
-            self._client.respond(status, headers, body)
-            return
-        self.headers = headers
-        self.response = self._edits.whole(body)
-
-    def start(self, status: int, headers: Headers) -> None:
-        self._client.start(status, headers)
-
-    def write(self, data: bytes) -> None:
-        self._client.write(b"".join(self.stream.push(data)))
-
-    def finish(self) -> None:
-        self.response = self.stream.response
-
-    def deliver(self, response: bytes | None) -> None:
-        """Send what was kept back. `response` is the stored object, which may differ in whether it was stored."""
-        client = self._client
-        if client.finished or client.gone:
-            return
-        if not client.started:
-            if response is not None:
-                client.respond(200, self.headers, response)
-            return
-        if response is not None and response != self.stream.response:
-            client.write(self.stream.last_event.replace(b'"store":true', b'"store":false', 1))
-        else:
-            client.write(self.stream.last_event)
-        client.finish()
-
-
 class StoredResponses:
     """The Responses API with state. `open` must be called before the first request."""
 
@@ -111,20 +66,29 @@ class StoredResponses:
         *,
         name: str,
         max_body_bytes: int,
+        max_held_bytes: int,
         model_of: Callable[[str | None], str],
+        clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
         errors: TaskErrors | None = None,
     ) -> None:
-        """`model_of` returns the served model that a request names."""
+        """`model_of` returns the served model that a request names.
+
+        `max_held_bytes` bounds the bodies that the gateway holds besides those that clients have sent: conversations from
+        the store, and background responses.
+        """
         self._store = store
         self._keys = keys
         self._settings = settings
         self._max_body_bytes = max_body_bytes
+        self._held = BodyBudget(max_held_bytes)
         self._model_of = model_of
+        self._clock = clock
         self._unix_time = unix_time
         self._max_bytes = int(settings.max_mib * (1 << 20))
         self._max_tenant_bytes = int(settings.max_tenant_mib * (1 << 20))
         self.runs = ResponseRuns(store, keys, settings, name, unix_time, errors)
+        self._streams = ResponseStreams(store, self.runs, settings.max_background)
         store.store.declare(QUOTA_TABLES)
         store.store.declare(RESPONSE_TABLES)
 
@@ -139,22 +103,63 @@ class StoredResponses:
         if not wants_store and state.previous_response_id is None:
             await generate(request, EndpointKind.RESPONSES)
             return
-        body, caller = fields(request.body), request.caller
-        items = own_items(body)
-        turns = await self._turns(caller, state.previous_response_id)
-        row = self._row(caller, state, items)
-        run = stateless_body(body, turns, items, streams=bool(state.background))
-        if len(run) > self._max_body_bytes:
+        given, caller = client_fields(request.body), request.caller
+        items = own_items(given)
+        if state.previous_response_id is not None:
+            self._check_limits(caller)
+        async with self._conversation(caller, state.previous_response_id) as turns:
+            row = self._row(caller, state, items)
+            run = stateless_body(given, turns, items, streams=bool(state.background))
+            if len(run) > self._max_body_bytes:
+                raise InvalidRequest(
+                    f"The conversation with its earlier turns has {len(run)} bytes, more than the {self._max_body_bytes} allowed.",
+                    param="previous_response_id",
+                )
+            kept = [(turn.id, turn.expires_s) for turn in turns]
+            turns.clear()  # the run has their text
+            if state.background:
+                await self._begin_background(request, state, row, _with_seed(run))
+            elif wants_store:
+                await self._run_foreground(request, row, run, kept, generate)
+            else:
+                await generate(_with_body(request, run), EndpointKind.RESPONSES)
+        if state.background and state.stream:
+            await self._streams.follow(request, row, -1)
+
+    @asynccontextmanager
+    async def _conversation(self, caller: Caller, previous_id: str | None) -> AsyncIterator[list[StoredResponse]]:
+        """Yield the turns of the conversation that a request continues, the oldest first.
+
+        Its size counts until the request has ended: a short request may continue a long conversation.
+        """
+        if previous_id is None:
+            yield []
+            return
+        if not is_object_id(previous_id):
+            raise PreviousNotFound(previous_id)
+        tenant, most = caller.tenant, self._settings.max_turns
+        num_bytes = await self._store.read(lambda reader: table.chain_bytes(reader, tenant, previous_id, most))
+        if num_bytes > self._max_body_bytes:
             raise InvalidRequest(
-                f"The conversation with its earlier turns has {len(run)} bytes, more than the {self._max_body_bytes} allowed.",
+                f"This conversation has {num_bytes} bytes, and a request may have {self._max_body_bytes}; begin a new one.",
                 param="previous_response_id",
             )
-        if state.background:
-            await self._begin_background(request, state, row, _with_seed(run))
-        elif wants_store:
-            await self._run_foreground(request, row, run, turns, generate)
-        else:
-            await generate(_with_body(request, run), EndpointKind.RESPONSES)
+        self._hold(caller, num_bytes)
+        try:
+            turns = await self._store.read(lambda reader: table.chain(reader, tenant, previous_id, most))
+            check_turns(turns, previous_id, most)
+            yield turns
+        finally:
+            self._held.give_back(tenant, num_bytes)
+
+    def _check_limits(self, caller: Caller) -> None:
+        """Refuse a request of a key above its limits before its conversation is read, which may be long."""
+        if not caller.limiter.unlimited and (limit := caller.limiter.refusal(self._clock())) is not None:
+            raise rate_limited(limit)
+
+    def _hold(self, caller: Caller, num_bytes: int) -> None:
+        if not self._held.take(caller.tenant, num_bytes):
+            raise Overloaded("This gateway holds too many long conversations now; retry later.")
 
     async def counted_body(self, caller: Caller, body: bytes) -> bytes:
         """Return the body of a request that counts input tokens, with the stored conversation that it continues."""
@@ -162,9 +167,9 @@ class StoredResponses:
         state = decode(_StateFields, body)
         if state.previous_response_id is None:
             return body
-        given = fields(body)
-        turns = await self._turns(caller, state.previous_response_id)
-        return stateless_body(given, turns, own_items(given), streams=False)
+        given = client_fields(body)
+        async with self._conversation(caller, state.previous_response_id) as turns:
+            return stateless_body(given, turns, own_items(given), streams=False)
 
     def _row(self, caller: Caller, state: _StateFields, items: bytes) -> StoredResponse:
         now_s = self._unix_time()
@@ -182,36 +187,21 @@ class StoredResponses:
             response=b"{}",
         )
 
-    async def _turns(self, caller: Caller, previous_id: str | None) -> list[StoredResponse]:
-        """Return the turns of the conversation that a request continues, the oldest first."""
-        if previous_id is None:
-            return []
-        most = self._settings.max_turns
-        if not is_object_id(previous_id):
-            raise PreviousNotFound(previous_id)
-        read = partial(
-            table.chain,
-            tenant=caller.tenant,
-            response_id=previous_id,
-            max_turns=most,
-            max_bytes=self._max_body_bytes,
-        )
-        turns = await self._store.read(read)
-        if isinstance(turns, int):
-            raise InvalidRequest(
-                f"This conversation has {turns} bytes, and a request may have {self._max_body_bytes}; begin a new one.",
-                param="previous_response_id",
-            )
-        check_turns(turns, previous_id, most)
-        return turns
-
     async def _run_foreground(
-        self, client: HttpRequest, row: StoredResponse, run: bytes, turns: list[StoredResponse], generate: Generate
+        self,
+        client: HttpRequest,
+        row: StoredResponse,
+        run: bytes,
+        turns: Sequence[tuple[str, float]],
+        generate: Generate,
     ) -> None:
-        """Run a response that its client waits for. If the client leaves, it is cancelled and not stored."""
+        """Run a response that its client waits for. If the client leaves, it is cancelled and not stored.
+
+        `turns` are the ids of the earlier responses of its conversation, and when they expire.
+        """
         sink = ForegroundSink(client, ResponseEdits(row.id, row.previous_id, is_background=False))
         request = InternalRequest(client.head, run, client.caller, sink)
-        _connect(client, request)
+        connect(client, request)
         if not client.gone:
             await generate(request, EndpointKind.RESPONSES)
         if sink.response is None:
@@ -221,7 +211,7 @@ class StoredResponses:
         is_stored = await self._keep(row, turns)
         sink.deliver(row.response if is_stored else _not_stored(row.response))
 
-    async def _keep(self, row: StoredResponse, turns: list[StoredResponse]) -> bool:
+    async def _keep(self, row: StoredResponse, turns: Sequence[tuple[str, float]]) -> bool:
         """Store a finished response. Without the store, the client still gets its answer, which says that it is not stored."""
         num_bytes = len(row.input) + len(row.response)
         if num_bytes > self._max_bytes:
@@ -229,7 +219,8 @@ class StoredResponses:
                 "response_not_stored", response=row.id, reason=f"{num_bytes} bytes", setting="responses.max_mib"
             )
             return False
-        kept = [turn.id for turn in turns if turn.expires_s < row.expires_s - self._settings.retention_s / 2]
+        soon_s = row.expires_s - self._settings.retention_s / 2
+        kept = [turn_id for turn_id, expires_s in turns if expires_s < soon_s]
 
         def work(changes: Transaction) -> None:
             table.insert(changes, row, self._max_tenant_bytes)
@@ -263,16 +254,21 @@ class StoredResponses:
                 table.insert(changes, row, self._max_tenant_bytes)
             return running
 
-        running = await self._store.write(work)
-        if running >= self._settings.max_background:
-            message = (
-                f"This tenant has {running} background responses that have not ended, which is the limit; retry later."
-            )
-            raise Overloaded(message, retry_after_s=5.0, code="rate_limited")
-        self.runs.start(row, client.caller, _renamed(client.head, row.id))
         if state.stream:
-            await self._follow(client, row, -1)
-        else:
+            self._streams.check(row.tenant)
+        num_bytes = len(row.input) + len(run)
+        self._hold(client.caller, num_bytes)
+        give_back = partial(self._held.give_back, client.caller.tenant, num_bytes)
+        try:
+            running = await self._store.write(work)
+            if running >= self._settings.max_background:
+                message = f"This tenant has {running} background responses that have not ended, which is the limit; retry later."
+                raise Overloaded(message, retry_after_s=5.0, code="rate_limited")
+        except BaseException:
+            give_back()
+            raise
+        self.runs.start(row, client.caller, _renamed(client.head, row.id), give_back)
+        if not state.stream:
             client.respond(200, [JSON], row.response)
 
     # ---- /v1/responses/ID
@@ -290,7 +286,7 @@ class StoredResponses:
                 return await self._cancel(caller, response_id)
             case "input_items", b"GET":
                 row = await self._get(caller, response_id)
-                return json_reply(paged(listed_items(row), page_of(request.query, default_order="desc")))
+                return json_reply(listed_items(row, page_of(request.query, default_order="desc")))
             case "", _:
                 return method_not_allowed(request.path, request.method, [b"GET", b"DELETE"])
             case ("cancel" | "input_items") as known, _:
@@ -311,7 +307,8 @@ class StoredResponses:
             raise InvalidRequest(
                 f"Invalid value for 'starting_after': {given[:40]!r}. Expected a number.", param="starting_after"
             )
-        await self._follow(request, row, after)
+        self._streams.check(row.tenant)
+        await self._streams.follow(request, row, after)
         return None
 
     async def _delete(self, caller: Caller, response_id: str) -> Reply:
@@ -339,45 +336,6 @@ class StoredResponses:
         if row is None:
             raise NotFound(f"Response with id '{response_id[:80]}' not found.", param="response_id", code="not_found")
         return row
-
-    async def _follow(self, client: HttpRequest, row: StoredResponse, after: int) -> None:
-        """Send the events of a background response after number `after`, as they are stored, to their end."""
-        client.on_gone = client.task.cancel
-        client.start(200, _SSE)
-        try:
-            while True:
-                pieces, is_finished = await self._store.read(partial(_pieces, row=row, after=after))
-                for last, events in pieces:
-                    client.write(events_beyond(events, after))
-                    after = last
-                    await wait_for_room(client)
-                if not pieces:
-                    if is_finished:
-                        break
-                    await self.runs.changed(row.id, _POLL_S)
-        except asyncio.CancelledError:
-            if not client.gone:
-                raise
-            return
-        client.finish()
-
-
-def _pieces(reader: Transaction, row: StoredResponse, after: int) -> tuple[list[tuple[int, bytes]], bool]:
-    return table.events_after(reader, row.id, after), table.is_finished(reader, row.tenant, row.id)
-
-
-def _connect(client: HttpRequest, request: InternalRequest) -> None:
-    """Pass the client's events on to the internal request that serves it."""
-
-    def pause() -> None:
-        if request.on_pause is not None:
-            request.on_pause()
-
-    def resume() -> None:
-        if request.on_resume is not None:
-            request.on_resume()
-
-    client.on_gone, client.on_pause, client.on_resume = request.lose, pause, resume
 
 
 def _with_body(request: HttpRequest, body: bytes) -> HttpRequest:

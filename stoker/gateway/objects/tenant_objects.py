@@ -64,7 +64,9 @@ class TenantObjects:
         *,
         name: str,
         max_body_bytes: int,
+        max_held_bytes: int,
         model_of: Callable[[str | None], str],
+        clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
         errors: TaskErrors | None = None,
     ) -> None:
@@ -78,7 +80,9 @@ class TenantObjects:
             settings,
             name=name,
             max_body_bytes=max_body_bytes,
+            max_held_bytes=max_held_bytes,
             model_of=model_of,
+            clock=clock,
             unix_time=unix_time,
             errors=self._errors,
         )

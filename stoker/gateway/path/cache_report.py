@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
-from stoker.gateway.doctor.miss_parts import MissPart, as_text, split
+from stoker.gateway.doctor.miss_parts import MissPart, as_text
 from stoker.gateway.path.call import Call
 
 DEBUG_HEADER = b"x-stoker-debug"
@@ -19,10 +19,11 @@ def wants_cache_report(call: Call) -> bool:
 
 def miss_parts(doctor: CacheDoctor, call: Call, prompt: int, cached: int, completion: int) -> tuple[MissPart, ...]:
     """Return why the uncached tokens were computed."""
-    cuts = call.cuts
-    if cuts is None:
-        cuts = call.cuts = doctor.examine(call.tenant, call.envelope, call.query, call.route, prompt, completion)
-    return split(cuts, cached, prompt)
+    examined = call.examined
+    if examined is None:
+        examined = doctor.examine(call.tenant, call.envelope, call.query, call.route, prompt, completion)
+        call.examined = examined
+    return examined.parts(prompt, cached)
 
 
 def cache_report(doctor: CacheDoctor, call: Call) -> bytes:

@@ -18,7 +18,7 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
-from stoker.gateway.doctor.miss_parts import Cut
+from stoker.gateway.doctor.cache_doctor import ExaminedPrompt
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
 from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, canary_place
 from stoker.gateway.path.resume import TokenMemory
@@ -73,7 +73,7 @@ class Call(msgspec.Struct, eq=False):
     ignored_fields: Sequence[str] = ()  # of OpenAI's API, that the worker did not get
     explained: bytes | None = None  # value of the `x-stoker-route` header
     route: Route | None = None  # the latest one whose worker computes the prompt
-    cuts: tuple[Cut, ...] | None = None  # why uncached tokens were computed; set once, at the end
+    examined: ExaminedPrompt | None = None  # says why uncached tokens were computed; set once, at the end
 
     @property
     def has_added(self) -> bool:

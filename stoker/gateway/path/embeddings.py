@@ -23,7 +23,7 @@ from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.flex import FlexGate
-from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8, fields
+from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_num_values, check_utf8, client_fields
 from stoker.gateway.api.reply import Reply, method_not_allowed
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import RequestIds, given_request_id, requested_model
@@ -193,10 +193,13 @@ class EmbeddingsEndpoint:
         """Return the model, the body for the worker, and True for a flex request."""
         check_utf8(raw)
         given = decode(_NamedInput, raw)
-        if _MAYBE_MEDIA.search(raw) and _has_media(list(asdict(decode(_Forwarded, raw)).values())):
-            raise InvalidRequest("Only text is accepted here, no images, audio or video.", code="unsupported_content")
+        if _MAYBE_MEDIA.search(raw):
+            check_num_values(raw, "input")
+            if _has_media(list(asdict(decode(_Forwarded, raw)).values())):
+                message = "Only text is accepted here, no images, audio or video."
+                raise InvalidRequest(message, code="unsupported_content")
         model = requested_model(given.model, self._fleet, self._aliases)
-        table = {key: value for key, value in fields(raw).items() if key in _FIELDS}
+        table = {key: value for key, value in client_fields(raw).items() if key in _FIELDS}
         body = msgspec.json.encode({**table, "model": Raw(msgspec.json.encode(model))})
         return model, body, given.service_tier == "flex"
 

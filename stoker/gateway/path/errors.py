@@ -10,6 +10,7 @@ from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import JSON, Headers, Reply
 from stoker.proto.anthropic.errors import REQUEST_ID_HEADER, message_error, message_error_body, message_error_event
 from stoker.proto.internal_http import MESSAGES_PATH
+from stoker.proto.openai.decode import nested_too_deeply
 from stoker.proto.openai.errors import UNEXPECTED_CODE, ErrorAnswer, ErrorObject, http_error
 from stoker.proto.sse import encode_event
 
@@ -116,7 +117,7 @@ def reply_of(error: BaseException) -> Reply:
     """Return the HTTP response for an error, for a client that has not received a response head yet."""
     if isinstance(error, Refused):
         return Reply(error.status, error.headers, error.body)
-    answer = http_error(error, "gateway")
+    answer = http_error(_known(error), "gateway")
     headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
     return Reply(answer.status, [JSON, *headers], answer.json())
 
@@ -132,7 +133,7 @@ def shaped_for(path: bytes, reply: Reply, request_id: bytes = b"") -> Reply:
 
 def is_unexpected(error: BaseException) -> bool:
     """Return True for an error outside Stoker's error classes: a bug, whose traceback belongs in the log."""
-    return not isinstance(error, StokerError)
+    return not isinstance(_known(error), StokerError)
 
 
 def has_used_worker(error: BaseException) -> bool:
@@ -143,7 +144,16 @@ def has_used_worker(error: BaseException) -> bool:
 
 
 def code_of(error: BaseException) -> str:
-    return error.code if isinstance(error, StokerError) else UNEXPECTED_CODE
+    known = _known(error)
+    return known.code if isinstance(known, StokerError) else UNEXPECTED_CODE
+
+
+def _known(error: BaseException) -> BaseException:
+    """Return the client's error for a RecursionError: only a client's JSON is nested.
+
+    A body that could be decoded once may be too deep where less of the stack is left.
+    """
+    return nested_too_deeply() if isinstance(error, RecursionError) else error
 
 
 def error_event(error: BaseException, kind: EndpointKind) -> bytes:

@@ -39,6 +39,9 @@ _PASSED = (
 )
 
 
+_OBJECTS = frozenset({"tools", "tool_choice", "response_format"})  # made here, with null where nothing was given
+
+
 class _Runs(Protocol):
     def run(self, call: Call, legs: Legs) -> Awaitable[None]: ...
 
@@ -60,7 +63,7 @@ def _chat_envelope(envelope: RequestEnvelope, volatile_lines: Sequence[str]) -> 
     body: dict[str, Any] = {
         name: value for name in _PASSED if (value := msgspec.to_builtins(getattr(chat, name))) is not None
     }
-    body = {name: _without_nulls(value) for name, value in body.items()}
+    body |= {name: _without_nulls(body[name]) for name in _OBJECTS & body.keys()}
     messages = chat.messages or []
     if messages and messages[0].role == "system" and isinstance(messages[0].content, str):
         messages[0].content = without_volatile(messages[0].content, volatile_lines)

@@ -19,7 +19,8 @@ _SGLANG_RUNNING = re.compile(_LINE % rb"sglang:num_running_reqs", re.MULTILINE)
 _SGLANG_WAITING = re.compile(_LINE % rb"sglang:num_queue_reqs", re.MULTILINE)
 _SGLANG_USAGE = re.compile(_LINE % rb"sglang:token_usage", re.MULTILINE)
 _SGLANG_TOKENS = re.compile(_LINE % rb"sglang:max_total_num_tokens", re.MULTILINE)
-_LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
+_LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,15})"')
+_MOST = 1e15  # larger numbers on a page are wrong
 
 
 def vllm_load(page: bytes) -> LoadReport | None:
@@ -113,9 +114,11 @@ def _values(pattern: re.Pattern[bytes], page: bytes) -> list[float]:
     found = []
     for match in pattern.finditer(page):
         try:
-            found.append(float(match[2]))
+            value = float(match[2])
         except ValueError:
             continue
+        if 0 <= value <= _MOST:
+            found.append(value)
     return found
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import msgspec
-import zmq
 
 from stoker.base import log as logs
 from stoker.base.errors import ModelFilesError
@@ -38,6 +37,7 @@ from stoker.gateway.watch.load_probe import LoadProbe, LoadUnavailable
 from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.watch.worker_signers import WorkerSigners
+from stoker.gateway.watch.zmq_reader import LazyZmqContext
 from stoker.proto.event_keys import event_security
 from stoker.proto.internal_http import READY_PATH, TOKENIZER_PATH, WORKER_INFO_PATH
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerReport
@@ -81,7 +81,7 @@ class WatchContext:
     on_moving: Callable[[WorkerId], None]  # the worker drains, and wants its requests to continue elsewhere
     on_role: Callable[[WorkerId, Role], None]  # the worker was given this role while it ran
     other_work: OtherWork
-    zmq_context: zmq.Context[zmq.Socket[bytes]]
+    zmq_context: LazyZmqContext
     # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
     stores: WeakValueDictionary[str, StoreBlocks] = field(default_factory=WeakValueDictionary)
     tokenizers: dict[WorkerId, str] = field(default_factory=dict)  # the digest of each worker's tokenizer
@@ -386,7 +386,7 @@ class Watcher:
             return
         self._unfollow()
         self._following = following
-        zmq_context = self._context.zmq_context
+        zmq_context = self._context.zmq_context.get()
         is_stoker = spec.dialect == _STOKER
         security = event_security(None if self._signer is None or key is None else key.with_id(secret_id))
         if block_tokens is None:

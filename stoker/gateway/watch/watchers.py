@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import zmq
-
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
@@ -18,6 +16,7 @@ from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 from stoker.gateway.watch.other_work import OtherWork
 from stoker.gateway.watch.watcher import WatchContext, Watcher, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
+from stoker.gateway.watch.zmq_reader import LazyZmqContext
 from stoker.proto.messages import WorkerInfo
 from stoker.routing.router import PrefixIndexes
 
@@ -53,7 +52,7 @@ class Watchers:
             on_moving=on_moving,
             on_role=on_role,
             other_work=other_work or OtherWork(LoadBook(), ""),
-            zmq_context=zmq.Context(),
+            zmq_context=LazyZmqContext(),
         )
         self._api_keys = api_keys or {}
         self._watchers: dict[WorkerId, Watcher] = {}
@@ -98,4 +97,4 @@ class Watchers:
         watchers = list(self._watchers.values())
         self._watchers.clear()
         await asyncio.gather(*(watcher.close() for watcher in watchers))
-        self._context.zmq_context.term()
+        self._context.zmq_context.close()

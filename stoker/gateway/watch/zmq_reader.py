@@ -11,6 +11,22 @@ import zmq
 _SLICE_S = 0.005  # then other callbacks of the event loop get a turn
 
 
+class LazyZmqContext:
+    """The ZMQ context of all watchers. It is made for the first socket, so a gateway that never started has none to close."""
+
+    def __init__(self) -> None:
+        self._made: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def get(self) -> zmq.Context[zmq.Socket[bytes]]:
+        if self._made is None:
+            self._made = zmq.Context()
+        return self._made
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.term()
+
+
 class ZmqReader:
     """Owns the socket and calls `on_message` with the frames of each message."""
 

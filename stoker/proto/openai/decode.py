@@ -53,7 +53,12 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     except UnicodeDecodeError:
         raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
     except RecursionError:
-        raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+        raise nested_too_deeply() from None
+
+
+def nested_too_deeply() -> InvalidRequest:
+    """Return the error for a body that cannot be decoded, or not be encoded again inside another object."""
+    return InvalidRequest("The request body is nested too deeply.", code="invalid_json")
 
 
 def convert(kind: type[T], value: object, param: str) -> T:

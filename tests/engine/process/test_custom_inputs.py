@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -69,8 +70,8 @@ def allowed_ids(matcher: Matcher) -> list[int]:
     return found
 
 
-def calls_in(tool: str, text: str) -> list[tuple[str, str]]:
-    parser = TOOL_PARSERS.get(tool)(TOOLS)
+def calls_in(tool: str, text: str, tools: list[dict[str, Any]] = TOOLS) -> list[tuple[str, str]]:
+    parser = TOOL_PARSERS.get(tool)(tools)
     calls: list[tuple[str, str]] = []
     for delta in [*parser.push(text), *parser.flush()]:
         if isinstance(delta, ToolCallStart):
@@ -110,6 +111,27 @@ def test_an_input_must_fit_its_grammar(grammars: XGrammars, tokenizer: Tokenizer
     ):
         assert takes(grammars, tokenizer, spec, render([(name, custom_arguments(text))])) is fits, (name, text)
     assert takes(grammars, tokenizer, spec, render([("now", "{}")]))
+
+
+@pytest.mark.parametrize("tool", ["hermes", "llama3_json", "llama4_pythonic", "glm45", "minimax_m2"])
+@pytest.mark.parametrize("syntax", ["regex", "lark"])
+def test_white_space_is_part_of_an_input(
+    grammars: XGrammars, tokenizer: Tokenizer, tool: str, syntax: Literal["regex", "lark"]
+) -> None:
+    pattern = r"[\t\r\n ]*x?[\t\r\n ]*"
+    grammar = TextGrammar(syntax, pattern if syntax == "regex" else f"start: /{pattern}/")
+    tools = [custom_tool("f", grammar)]
+    spec, render = spec_of(tool, tools=tools), TOOL_PARSERS.get(tool).render
+    for text in ("\t", "\tx", "x\t", "\t\tx\t\t", "\n\tx\n\t\n", " \t x \t ", "\r\n\tx\r\n", "\n", ""):
+        written = render([("f", custom_arguments(text))])
+        assert takes(grammars, tokenizer, spec, written), text
+        [(_, arguments)] = calls_in(tool, written, tools)
+        assert json.loads(arguments)["input"] == text
+    for seed in range(3):
+        begun = render([("f", custom_arguments("\t"))]).partition("\t")[0].partition("\\t")[0]
+        written = sample(grammars, tokenizer, spec, begun, seed, limit=60)
+        [(_, arguments)] = calls_in(tool, written, tools)
+        assert re.fullmatch(pattern, json.loads(arguments)["input"]) is not None
 
 
 def sample(grammars: XGrammars, tokenizer: Tokenizer, spec: GrammarSpec, begun: str, seed: int, limit: int) -> str:

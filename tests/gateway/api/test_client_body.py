@@ -9,7 +9,14 @@ import pytest
 from msgspec import UNSET, Raw
 
 from stoker.base.errors import InvalidRequest
-from stoker.gateway.api.client_body import INTERNAL_FIELDS, MAX_CHOICES, EndpointKind, edit, parse
+from stoker.gateway.api.client_body import (
+    INTERNAL_FIELDS,
+    MAX_CHOICES,
+    EndpointKind,
+    client_fields,
+    edit,
+    parse,
+)
 
 BODY = b'{ "model": "m",\n "temperature": 0.70, "messages": [{"role":"user","content":"\\u00e9 {\\"seed\\":1}"}], "x": 1e2 }'
 
@@ -176,3 +183,13 @@ def test_a_body_of_very_many_fields_is_refused_and_a_long_conversation_is_not() 
     assert refused.value.code == "too_many_fields"
     parse(EndpointKind.CHAT, b'{"messages": %b, "tools": [%b]}' % (many, many))
     parse(EndpointKind.CHAT, b'{"messages": [], "prediction": "%b"}' % (b"x" * (1 << 20)))
+    with pytest.raises(InvalidRequest, match="100000 fields"):
+        client_fields(many)
+    assert set(client_fields(b'{"messages": %b, "documents": [%b], "query": 1}' % (many, many))) == {
+        "messages",
+        "documents",
+        "query",
+    }
+    for wrong in (b"[]", b"{", b'"x"'):
+        with pytest.raises(InvalidRequest):
+            client_fields(wrong)

@@ -16,7 +16,7 @@ from stoker.fleet.lost_blocks import LostBlocks
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.doctor.cache_doctor import CacheDoctor
-from stoker.gateway.doctor.miss_parts import MissPart, split
+from stoker.gateway.doctor.miss_parts import MissPart
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.kv.blocks.keys import salt_hash
 from stoker.routing.query import Route, RouteQuery
@@ -99,8 +99,9 @@ class CachingFleet:
         running.route.end(now)
         if stores:
             self._store(running, answer)
-        cuts = self.doctor.examine("tenant", running.envelope, running.query, running.route, num_tokens, len(answer))
-        parts = split(cuts, running.num_cached, num_tokens)
+        query, route = running.query, running.route
+        examined = self.doctor.examine("tenant", running.envelope, query, route, num_tokens, len(answer))
+        parts = examined.parts(num_tokens, running.num_cached)
         assert sum(part.tokens for part in parts) == num_tokens - running.num_cached
         assert all(part.tokens > 0 for part in parts)
         return parts

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from stoker.fleet.lost_blocks import LostBlocks
-from stoker.gateway.doctor.turns import SentTurn, _closest, _continued
+from stoker.gateway.doctor.turns import SentTurn, TurnMemory, _closest, _continued
 from stoker.gateway.prefix.prompt_parts import PromptParts
 
 
@@ -38,6 +38,37 @@ def test_the_quick_search_finds_the_same_turn(seed: int) -> None:
         assert quick.earlier is full.earlier
     else:
         assert quick is None
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_turn_is_found_by_the_blocks_that_it_continues(seed: int) -> None:
+    """The turn is one that is remembered, of the same tenant and model, and the latest one of its conversation."""
+    rng = random.Random(seed)
+    memory = TurnMemory(max_hashes=rng.choice([300, 100_000]))
+    conversations = [[one * 1000] for one in range(12)]
+    latest: dict[int, SentTurn] = {}
+    for _ in range(100):
+        one = rng.randrange(12)
+        keys = conversations[one]
+        tenant = "even" if one % 2 == 0 else "odd"
+        found = memory.before(tenant, "m", keys)
+        assert found is None or found is latest[one]
+        if memory._max_hashes > 1000 and one in latest:
+            assert found is latest[one]
+        assert memory.before("other", "m", keys) is None
+        assert memory.before(tenant, "other", keys) is None
+        messages = array("Q", [7, *range(one * 1000, one * 1000 + len(keys))])  # all begin with the same message
+        turn = SentTurn.of(None, None, PromptParts(array("Q"), messages), keys, len(keys))
+        compared = memory.replace(tenant, "m", turn, keys, found)
+        if found is not None:
+            assert compared is not None
+            assert (compared.relation, compared.earlier) == ("continued", found)
+        latest[one] = turn
+        conversations[one] = [*keys, *(keys[-1] + 1 + i for i in range(rng.randrange(1, 4)))]
+        anchored = {id(turn) for turns in memory._anchored.values() for turn in turns}
+        assert {id(turn) for _, _, turn in memory._ends.values()} <= anchored
+        assert memory.num_hashes == sum(turn.size for turns in memory._anchored.values() for turn in turns)
+    assert memory.num_hashes <= memory._max_hashes
 
 
 def test_blocks_that_were_lost_together_are_one_entry() -> None:

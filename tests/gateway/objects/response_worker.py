@@ -15,7 +15,7 @@ from mocks import JSON, SSE, MockWorker
 from waiting import LONG_S
 from world import Got, World, _got
 
-from stoker.gateway.admission.api_keys import ApiKeys, new_key
+from stoker.gateway.admission.api_keys import new_key
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.key_settings import KeySettings
 from stoker.gateway.objects.object_settings import BatchSettings, ResponsesSettings
@@ -117,6 +117,7 @@ async def stored_world(
     keys: Keys | None = None,
     settings: ResponsesSettings = FAST,
     dialect: str = "openai",
+    max_held_bytes: int = 64 << 20,
 ) -> AsyncIterator[World]:
     """A gateway whose objects lie in the SQLite file `store`."""
     given: Sequence[KeySettings] = keys.settings if keys is not None else ()
@@ -124,11 +125,13 @@ async def stored_world(
         threads = StoreThreads(SqliteStore(store))
         objects = TenantObjects(
             threads,
-            ApiKeys(given) if not given else world.gateway._parts.keys,
+            world.gateway._parts.keys,
             settings,
             FAST_BATCHES,
             name=secrets.token_hex(8),
             max_body_bytes=1 << 20,
+            max_held_bytes=max_held_bytes,
+            clock=world.clock.now,
             model_of=lambda name: name or "m",
         )
         world.change(objects=objects)

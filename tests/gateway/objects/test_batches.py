@@ -158,6 +158,7 @@ async def test_bad_lines_are_reported_by_line(tmp_path: Path) -> None:
             line("", "line"),
             json.dumps([1]),
             line("e", "line", body=5),
+            line("f", "line", body={str(number): 1 for number in range(60_000)}),
         ]
         batch = await ended(world, await begin(world, lines))
         assert batch["status"] == "failed"
@@ -171,7 +172,9 @@ async def test_bad_lines_are_reported_by_line(tmp_path: Path) -> None:
             (8, "invalid_custom_id"),
             (9, "invalid_line"),
             (10, "invalid_line"),
+            (11, "invalid_line"),
         ]
+        assert "60000 fields" in errors[-1]["message"]
         assert world.workers["w"].bodies == []
         empty = await ended(world, await begin(world, ["", " "]))
         assert empty["errors"]["data"][0]["code"] == "empty_file"

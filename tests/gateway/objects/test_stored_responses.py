@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from response_worker import FAST, FakeResponses, Keys, call, events_of, stored_world
-from waiting import until
-from world import Got, World
+from waiting import LONG_S, until
+from world import Got, World, _got
 
 from stoker.gateway.objects import response_table as table
 from stoker.gateway.objects.object_settings import ResponsesSettings
@@ -390,16 +391,20 @@ async def test_a_conversation_that_is_too_large_is_not_read(tmp_path: Path) -> N
 
 
 async def test_a_stored_conversation_is_counted(tmp_path: Path) -> None:
-    async with stored_world(tmp_path / "s.db", FakeResponses(), dialect="stoker") as world:
-        first = (await create(world, {"input": "a"})).json
+    keys = Keys.of("one")
+    keys.settings = [dataclasses.replace(keys.settings[0], concurrency=1)]
+    async with stored_world(tmp_path / "s.db", FakeResponses(), dialect="stoker", keys=keys) as world:
+        mine = keys.header("one")
+        first = (await create(world, {"input": "a"}, mine)).json
         counting = f"{PATH}/input_tokens"
-        await call(world, "POST", counting, {"model": "m", "input": "b", "previous_response_id": first["id"]})
+        body = {"model": "m", "input": "b", "previous_response_id": first["id"]}
+        assert (await call(world, "POST", counting, body, mine)).status == 200
         sent = world.workers["w"].jsons[-1]
         assert world.workers["w"].paths[-1] == counting
         assert [item["role"] for item in sent["input"]] == ["user", "assistant", "user"]
         assert "previous_response_id" not in sent
         body = {"model": "m", "input": "b", "previous_response_id": "resp_" + "0" * 48}
-        got = await call(world, "POST", counting, body)
+        got = await call(world, "POST", counting, body, mine)
         assert (got.status, got.json["error"]["code"]) == (400, "previous_response_not_found")
 
 
@@ -411,3 +416,183 @@ async def test_trace_is_not_allowed(tmp_path: Path, path: str) -> None:
         got = await call(world, "TRACE", path)
         assert (got.status, got.json["error"]["code"]) == (405, "method_not_allowed")
         assert got.headers["allow"]
+
+
+MANY_FIELDS = b'{"model":"m","input":"x",%b}' % b",".join(b'"%d":1' % number for number in range(60_000))
+MANY_VALUES = b'{"model":"m","input":[%b{}]}' % (b"{}," * 100_001)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [(MANY_FIELDS, "too_many_fields", "50000 are allowed"), (MANY_VALUES, "invalid_request", "100000 values")],
+    ids=["fields", "values"],
+)
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/input_tokens"])
+async def test_a_body_of_very_many_parts_is_refused(
+    tmp_path: Path, path: str, body: bytes, code: str, says: str
+) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        stored = (await create(world, {"input": "a"})).json["id"]
+        continued = body.replace(b"{", b'{"previous_response_id":"%b",' % stored.encode(), 1)
+        for one in (body, continued) if path == PATH else (continued,):
+            got = await send_bytes(world, path, one)
+            assert (got.status, got.json["error"]["code"]) == (400, code)
+            assert says in got.json["error"]["message"]
+
+
+async def send_bytes(world: World, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Got:
+    sent = await world.client.send(b"POST", path.encode(), headers, body, connect_s=LONG_S, head_s=LONG_S)
+    return await _got(sent)
+
+
+async def test_a_text_with_many_commas_is_stored(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        items = [{"role": "user", "content": '1,"2",\\"' * 40_000}]
+        got = await create(world, {"input": items})
+        assert got.json["store"] is True
+        listed = (await call(world, "GET", f"{PATH}/{got.json['id']}/input_items")).json["data"]
+        assert listed[0]["content"][0]["text"] == items[0]["content"]
+
+
+async def test_the_items_of_a_conversation_keep_their_text(tmp_path: Path) -> None:
+    """They are joined as they were sent, and not decoded."""
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        first = await send_bytes(world, PATH, b'{"model":"m", "input" : [ ] }')
+        given = b'{"model":"m","previous_response_id":"%b", "input" : [ {"role":"user", "content":"\\u00e9] "} ,\n{"n":1e2}\n ] }'
+        second = await send_bytes(world, PATH, given % first.json["id"].encode())
+        third = await create(world, {"input": [], "previous_response_id": second.json["id"]})
+        assert third.status == 200
+        sent = world.workers["w"].jsons[-1]["input"]
+        assert [item.get("content", item) for item in sent if item.get("role") != "assistant"] == ["é] ", {"n": 100.0}]
+        assert b'[{"id": "msg_1"' in world.workers["w"].bodies[-1]
+        assert b'{"role":"user", "content":"\\u00e9] "} ,\n{"n":1e2}' in world.workers["w"].bodies[-1]
+
+
+async def test_pages_of_items_follow_their_ids(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        items = [{"role": "user", "content": f"{number}"} for number in range(7)]
+        items[3] |= {"id": "msg_mine"}
+        path = f"{PATH}/{(await create(world, {'input': items})).json['id']}/input_items"
+        seen, after = [], ""
+        while True:
+            page = (await call(world, "GET", f"{path}?order=asc&limit=2{after}")).json
+            seen += [item["content"][0]["text"] for item in page["data"]]
+            if not page["has_more"]:
+                break
+            after = f"&after={page['last_id']}"
+        assert seen == [f"{number}" for number in range(7)]
+        rest = (await call(world, "GET", f"{path}?after=msg_mine")).json
+        assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"]
+
+
+async def test_a_key_above_its_limit_reads_no_conversation(tmp_path: Path) -> None:
+    keys = Keys.of("one")
+    keys.settings = [dataclasses.replace(keys.settings[0], requests_per_minute=1)]
+    async with stored_world(tmp_path / "s.db", FakeResponses(), keys=keys) as world:
+        mine = keys.header("one")
+        first = (await create(world, {"input": "a"}, mine)).json["id"]
+        responses = world.gateway._parts.objects.responses
+
+        async def read(*_: Any) -> Any:
+            raise AssertionError("a conversation was read")
+
+        responses._store.read = read
+        for more in ({}, {"background": True}):
+            got = await create(world, {"input": "b", "previous_response_id": first, **more}, mine)
+            assert (got.status, got.json["error"]["code"]) == (429, "rate_limited")
+
+
+async def test_long_conversations_at_a_time_are_bounded(tmp_path: Path) -> None:
+    """A short request can continue a long conversation, which the gateway then holds."""
+    script = FakeResponses(hold=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script, max_held_bytes=500_000) as world:
+        assert script.hold is not None
+        long = (await create(world, {"input": "x" * 200_000})).json["id"]
+        body = {"input": "a", "stream": True, "previous_response_id": long}
+        responses = world.gateway._parts.objects.responses
+        first = asyncio.create_task(create(world, body))
+        await until(lambda: responses._held.held_bytes > 200_000)
+        got = await create(world, body)
+        assert (got.status, got.json["error"]["code"]) == (503, "overloaded")
+        assert int(got.headers["retry-after"]) >= 1
+        assert (await create(world, {"input": "a" * 200_000, "background": True})).status == 503
+        script.hold.set()
+        assert (await first).status == 200
+        assert responses._held.held_bytes == 0
+        background = (await create(world, {"input": "a" * 50_000, "background": True})).json["id"]
+        await wait_status(world, background, "completed")
+        await until(lambda: responses._held.held_bytes == 0)
+
+
+async def test_streams_of_one_tenant_are_bounded(tmp_path: Path) -> None:
+    keys, script = Keys.of("one", "two"), FakeResponses(hold=asyncio.Event())
+    few = dataclasses.replace(FAST, max_background=1)
+    async with stored_world(tmp_path / "s.db", script, keys=keys, settings=few) as world:
+        assert script.hold is not None
+        mine, other = keys.header("one"), keys.header("two")
+        open_streams = world.gateway._parts.objects.responses._streams._num_open
+        streams = [asyncio.create_task(create(world, {"input": "a", "background": True, "stream": True}, mine))]
+        await until(lambda: open_streams["one"] == 1)
+        rows = await world.gateway._parts.objects._store.read(
+            lambda reader: list(reader.execute("SELECT id FROM responses WHERE is_streamed = 1"))
+        )
+        path = f"{PATH}/{rows[0][0]}?stream=true"
+        streams += [asyncio.create_task(call(world, "GET", path, headers=mine)) for _ in range(3)]
+        await until(lambda: open_streams["one"] == 4)
+        refused = await call(world, "GET", path, headers=mine)
+        assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limited")
+        assert (await create(world, {"input": "a", "background": True, "stream": True}, mine)).status == 429
+        assert (await call(world, "GET", path, headers=other)).status == 404
+        script.hold.set()
+        bodies = [(await stream).body for stream in streams]
+        assert len(set(bodies)) == 1
+        assert events_of(bodies[0])[-1]["type"] == "response.completed"
+        assert not open_streams
+
+
+async def test_a_key_that_is_revoked_in_mid_stream_keeps_only_what_runs(tmp_path: Path) -> None:
+    keys, script = Keys.of("one"), FakeResponses(hold=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script) as world:
+        assert script.hold is not None
+        mine, known = keys.header("one"), world.gateway._parts.keys
+        known.set_stored(keys.settings, any_key=True)
+        running = [
+            asyncio.create_task(create(world, {"input": "a", "stream": True, "background": background}, mine))
+            for background in (False, True)
+        ]
+        await until(lambda: world.workers["w"].num_running == 2)
+        known.set_stored([], any_key=True)
+        for method, path, body in (
+            ("POST", PATH, {"model": "m", "input": "a"}),
+            ("POST", "/v1/chat/completions", {"model": "m", "messages": []}),
+            ("POST", "/v1/messages", {"model": "m", "messages": []}),
+            ("POST", "/v1/batches", {}),
+            ("GET", f"{PATH}/resp_x", None),
+            ("GET", "/v1/files", None),
+            ("GET", "/v1/batches", None),
+        ):
+            assert (await call(world, method, path, body, mine)).status == 401, path
+        script.hold.set()
+        for stream in running:
+            assert events_of((await stream).body)[-1]["type"] == "response.completed"
+
+
+async def test_a_response_of_a_revoked_key_is_not_taken_over(tmp_path: Path) -> None:
+    keys, script = Keys.of("one"), FakeResponses(hold=asyncio.Event())
+    store = tmp_path / "s.db"
+    async with stored_world(store, script) as survivor, stored_world(store, script, keys=keys) as dying:
+        mine = keys.header("one")
+        begun = asyncio.create_task(create(dying, {"input": "a", "background": True, "stream": True}, mine))
+        await until(lambda: dying.workers["w"].num_running == 1)
+        runs = dying.gateway._parts.objects.responses.runs
+        [response_id] = runs._tasks
+        runs._keeper.cancel()
+        runs._tasks.clear()
+        runs._store.write = _never
+        known = survivor.gateway._parts.keys
+        known.set_stored([dataclasses.replace(keys.settings[0], name="another")], any_key=True)
+        while (got := (await call(survivor, "GET", f"{PATH}/{response_id}", headers=mine)).json)["status"] != "failed":
+            assert got["status"] in ("queued", "in_progress")
+            await asyncio.sleep(0.05)
+        assert survivor.workers["w"].bodies == []
+        begun.cancel()

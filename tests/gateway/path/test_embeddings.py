@@ -171,3 +171,25 @@ async def test_a_worker_cannot_bill_more_than_the_request_can_have() -> None:
         await world.add("w", greedy, dialect="vllm")
         await world.ask({"model": "m", "input": "a"}, "/v1/embeddings")
         assert world.rows.rows[0].prompt_tokens < 5000
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"model":"m","input":[%b{"image":1}]}' % (b"{}," * 100_001), "100000 values"),
+        (
+            b'{"model":"m","input":"x",%b}' % b",".join(b'"%d":1' % number for number in range(60_000)),
+            "50000 are allowed",
+        ),
+    ],
+    ids=["values", "fields"],
+)
+@in_event_loop
+async def test_a_body_of_very_many_parts_is_refused(body: bytes, says: str) -> None:
+    async with World() as world:
+        worker = await world.add("w", answers(EMBEDDING), dialect="vllm")
+        got = await world.ask(body, "/v1/embeddings")
+        assert (got.status, worker.bodies) == (400, [])
+        assert says in got.json["error"]["message"]
+        tokens = {"model": "m", "input": list(range(100_100))}
+        assert (await world.ask(tokens, "/v1/embeddings")).status == 200

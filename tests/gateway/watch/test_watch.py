@@ -612,6 +612,14 @@ def test_pages_that_say_nothing(page: bytes) -> None:
     assert scrape.model_names(page) is None
 
 
+def test_numbers_that_no_engine_can_have_are_left_out() -> None:
+    page = b'vllm:num_requests_running 3\nvllm:num_requests_waiting{rank="1"} 1e999\nvllm:kv_cache_usage_perc -1\n'
+    config = b'vllm:cache_config_info{num_gpu_blocks="%b",block_size="16"} 1\n' % (b"9" * 5000)
+    load = scrape.vllm_load(page + config)
+    assert load is not None
+    assert (load.running_sequences, load.waiting_sequences, load.kv_used, load.num_blocks) == (3, 0, 0.0, None)
+
+
 @pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_a_bad_events_address_does_not_disturb_the_gateway(folder: Path, has_tokenizer: bool) -> None:
     async def main() -> None:
@@ -621,7 +629,7 @@ def test_a_bad_events_address_does_not_disturb_the_gateway(folder: Path, has_tok
         await until(lambda: world.is_usable)
         await until(lambda: bool(world.fleet.members()[0].models))
         world.watchers.stop(W)
-        sockets = world.watchers._context.zmq_context._sockets
+        sockets = world.watchers._context.zmq_context.get()._sockets
         assert [socket for socket in sockets if not socket.closed] == []  # one that is left open blocks the shutdown
         await world.close()
         await worker.stop()

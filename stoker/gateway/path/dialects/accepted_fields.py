@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from stoker.base.log import EventLog
-from stoker.gateway.api.client_body import fields
+from stoker.gateway.api.client_body import envelope_fields
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.media_urls import check_media
 
@@ -111,7 +111,7 @@ def accepted_body(
     Raises InvalidRequest if the body points the engine to a URL that it may not fetch.
     """
     check_media(call.envelope, rules.media_hosts)
-    given = fields(call.envelope.raw)
+    given = envelope_fields(call.envelope)
     if given.keys() <= accepted and "chat_template_kwargs" not in given:
         return call.body(put, drop, may_add)
     refused = [name for name in given if name not in accepted]
