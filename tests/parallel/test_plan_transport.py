@@ -224,9 +224,45 @@ def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed(how: str) -> N
     closing = threading.Timer(0.5, groups[0].close)
     closing.start()
     with pytest.raises(ExchangeFailed):
-        _ = groups[0].gather(torch.ones(3)) if how == "gather" else groups[0].receive(torch.ones(3), 1)
+        _ = groups[0].gather(torch.ones(3)) if how == "gather" else groups[0].receive(torch.ones(3), 1).wait()
     closing.join()
     groups[1].close()
+
+
+def test_a_tensor_arrives_before_it_is_waited_for() -> None:
+    """Otherwise the sender would wait for a receiver that computes something else. Tensors arrive in the order of their start."""
+    groups = gloo_pair()
+    first, second = torch.zeros(1 << 20), torch.zeros(3)
+    transfers = [groups[0].receive(into, 1) for into in (first, second)]
+    for value, into in ((1.0, first), (2.0, second)):
+        groups[1].send(torch.full_like(into, value), 0).wait()
+    give_up_s = time.monotonic() + 30.0
+    while second[0] != 2.0 and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert first[0] == first[-1] == 1.0
+    for transfer in transfers:
+        transfer.wait()
+    assert second.tolist() == [2.0] * 3
+    for group in groups.values():
+        group.close()
+
+
+def test_a_group_can_be_closed_while_a_tensor_is_expected() -> None:
+    """As when a rank is lost between two steps. Nothing waits for the tensor any more."""
+    groups = gloo_pair()
+    expected = [groups[0].receive(torch.zeros(3), 1)]
+    for group in groups.values():
+        group.close()
+    ended = threading.Event()
+
+    def forget() -> None:
+        expected.clear()
+        groups.clear()
+        ended.set()
+
+    del group
+    threading.Thread(target=forget, daemon=True).start()
+    assert ended.wait(30.0), "the destructor of the group waits for the tensor"
 
 
 def test_a_rank_waits_for_a_slow_one() -> None:
@@ -241,7 +277,7 @@ def test_a_rank_waits_for_a_slow_one() -> None:
 
     slow = threading.Thread(target=be_slow)
     slow.start()
-    groups[0].receive(got, 1)
+    groups[0].receive(got, 1).wait()
     assert got.tolist() == [1.0, 1.0, 1.0]
     assert len(groups[0].gather(got)) == 2
     slow.join(60)
