@@ -22,7 +22,7 @@ from stoker.parallel.gloo import GlooCollectives, GlooWorld
 from stoker.parallel.kv_frame import KvHint, KvUpdate, LeaseChange
 from stoker.parallel.plan_frame import Frame, RankCommand, decode, digest_of, encode
 from stoker.parallel.plan_transport import PlansStuck
-from stoker.parallel.rank_link import Kind, LinkMessage
+from stoker.parallel.rank_link import WAITS_FOR_RANKS, Kind, LinkMessage
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
 from stoker.parallel.ring import RingFiles, RingReader, RingWriter
 from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
@@ -173,6 +173,19 @@ def test_a_silent_rank_is_named_and_a_late_check_blames_no_one() -> None:
     late = RankWatch(2, 4.0, 60.0, 0.0)
     late.received(1, LinkMessage(Kind.READY), 0.0)
     assert late.check(100.0) is None  # this process did not run; nor could it read the beats
+
+
+def test_a_rank_whose_start_does_not_go_on_is_named() -> None:
+    """Its heartbeats go on. While it waits for other ranks, it is not to blame."""
+    watch, now = RankWatch(4, 4.0, 10.0, 0.0), 0.0
+    while now < 40.0:
+        now += CHECK_EVERY_S
+        watch.received(1, LinkMessage(Kind.BEAT, int(now / 8)), now)
+        watch.received(2, LinkMessage(Kind.BEAT, WAITS_FOR_RANKS), now)
+        watch.received(3, LinkMessage(Kind.BEAT, min(7, int(now))), now)
+        verdict = watch.check(now)
+        assert (verdict is None) == (now < 17.0)
+    assert watch.verdict == "rank 3 is lost: its start made no progress for 10.0 s (limit 10 s)"
 
 
 def test_the_first_reason_counts() -> None:
