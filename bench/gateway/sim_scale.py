@@ -24,8 +24,9 @@ HELP = "time and memory of stoker sim for up to a million requests on 64 workers
 NEEDS = Needs(packages=("msgspec",))
 SESSIONS_PER_S = 1.5  # for each worker
 LOAD = ("--turns", 4, "--input-tokens", 512, "--output-tokens", 128, "--spread", 0.5, "--system-tokens", 1024)
-ALLOWED_S, ALLOWED_MIB = 600.0, 4096.0  # for the largest size
+ALLOWED_S, ALLOWED_MIB = 600.0, 4096.0  # for a million requests; a smaller size has its part of the time
 ALLOWED_GROWTH = 1.2  # of the CPU time of a request, from the second size to the largest
+_MILLION = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> Report:
         case = f"{one.requests:,} requests, {args.workers} workers"
         is_largest = one is runs[-1]
         report.results += [
-            _result(case, "wall time", "s", one.wall_s, ALLOWED_S if is_largest else None),
+            _result(case, "wall time", "s", one.wall_s, ALLOWED_S * one.requests / _MILLION if is_largest else None),
             _result(case, "peak memory", "MiB", one.peak_mib, ALLOWED_MIB if is_largest else None),
             _result(case, "CPU time of a request", "us", one.cpu_s / one.requests * 1e6, None),
         ]
@@ -86,7 +87,11 @@ def _measured(calibration: Path, requests: int, workers: int, hash_seed: int) ->
     env = {**environment(), "PYTHONHASHSEED": str(hash_seed)}
     started_s = time.perf_counter()
     with tempfile.TemporaryFile() as output, subprocess.Popen(command, env=env, stdout=output) as process:
-        _, status, usage = os.wait4(process.pid, 0)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:  # the runner was told to stop
+            process.kill()
+            raise
         wall_s = time.perf_counter() - started_s
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:

@@ -1,9 +1,14 @@
-"""Fit a StepModel to measured steps. Errors count relative to the time of a step. No coefficient is negative."""
+"""Fit a StepModel to measured steps. Errors count relative to the time of a step. No coefficient is negative.
+
+The curve never falls from one knot to the next. Rows that decode are measured with few tokens, and prompts with many. Without
+this rule, the fit could give a row the time of a token, and steps of more rows than were measured would be far too slow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 from stoker.base.errors import ConfigError
@@ -75,7 +80,7 @@ def _fitted(steps: Sequence[MeasuredStep]) -> StepModel:
     rows = [_equation(one.work, knots) for one in steps]
     equations = [[x / one.seconds for x in row] for row, one in zip(rows, steps, strict=True)]
     found = _fit_robustly(equations)
-    values = [max(value, 1e-9) for value in found[: len(knots)]]
+    values = [max(value, 1e-9) for value in accumulate(found[: len(knots)])]
     row_s, context_s, attention_s = found[len(knots) :]
     return StepModel(knots, values, row_s, context_s, attention_s)
 
@@ -92,15 +97,12 @@ def _knots(sizes: Sequence[int]) -> list[int]:
 
 
 def _equation(work: StepWork, knots: Sequence[int]) -> list[float]:
-    """Return the factors of the unknowns: the curve's value at each knot, row, context and attention."""
-    hats = [0.0] * len(knots)
+    """Return the factors of the unknowns: the curve's rise up to each knot, row, context and attention."""
+    rises = [0.0] * len(knots)
     at = next((i for i, knot in enumerate(knots) if knot >= work.tokens), len(knots) - 1)
-    if at == 0:
-        hats[0] = 1.0
-    else:
-        share = (work.tokens - knots[at - 1]) / (knots[at] - knots[at - 1])
-        hats[at - 1], hats[at] = 1 - share, share
-    return [*hats, float(work.rows), float(work.context_tokens), work.attended_pairs]
+    rises[:at] = [1.0] * at
+    rises[at] = 1.0 if at == 0 else (work.tokens - knots[at - 1]) / (knots[at] - knots[at - 1])
+    return [*rises, float(work.rows), float(work.context_tokens), work.attended_pairs]
 
 
 def _fit_robustly(equations: list[list[float]]) -> list[float]:

@@ -199,7 +199,15 @@ def binding_constraint(one: SearchedFleet, goal: SearchGoal) -> str:
     means = {role: sum(shares) / len(shares) for role, shares in busy.items() if shares}
     role, most = max(means.items(), key=lambda item: item[1])
     unanswered = 1 - summary.outcomes.get("ok", 0) / max(1, summary.requests)
+    too_long = summary.outcomes.get("too_long", 0) / max(1, summary.requests)
     start = f"{one.words()} keep the goal for {one.good_share:.1%} of the requests"
+    if 2 * too_long > unanswered:
+        shape = one.option.calibration.shape
+        longest = min(shape.max_model_tokens, shape.kv_blocks * shape.block_tokens)
+        return (
+            f"{start}; {too_long:.1%} are longer than the {longest} tokens that a worker takes. The constraint: their length: "
+            "calibrate with a larger --max-model-tokens or more KV memory, or take these requests out of the trace."
+        )
     if unanswered > 0.01:
         why = f"{unanswered:.1%} are not answered at all: the queue is full"
     elif latency.ttft_s is not None and one.ttft_share <= one.itl_share:

@@ -46,6 +46,22 @@ def test_steps_that_a_busy_machine_delayed_hardly_change_the_fit() -> None:
     assert residuals.p90 > 0.5  # and the residuals tell
 
 
+def test_a_step_of_more_tokens_is_never_predicted_to_be_faster() -> None:
+    """Measured on two busy cores. Decoding rows and prompts have different sizes, so the fit must not divide their time freely."""
+    decoding = {1: (12.9, 15.5, 17.5), 2: (14.8, 19.2, 23.1), 4: (17.2, 22.2, 28.3), 8: (21.1, 28.8, 38.9)}
+    prompts = {16: 22.2, 32: 34.1, 64: 57.1, 128: 118.6, 256: 258.8, 512: 575.7}
+    measured = [
+        MeasuredStep(StepWork(rows, rows, rows * context, 0.0, context), ms / 1e3)
+        for rows, times in decoding.items()
+        for context, ms in zip((76, 524, 1036), times, strict=True)
+    ]
+    measured += [MeasuredStep(StepWork(n, 1, 0, n * (n + 1) / 2, n), ms / 1e3) for n, ms in prompts.items()]
+    model, _, residuals = fit(measured, max_rows=64)
+    assert sorted(model.knot_s) == model.knot_s
+    assert residuals.median < 0.06
+    assert model.seconds(16, 16, 16 * 230, 0.0) == pytest.approx(0.036, rel=0.15), "what a loaded worker needed"
+
+
 def test_too_few_shapes_are_refused() -> None:
     with pytest.raises(ConfigError, match="too few for a fit"):
         fit(steps()[:2], max_rows=64)

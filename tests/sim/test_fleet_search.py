@@ -84,6 +84,13 @@ def test_a_goal_that_cannot_be_met_names_the_constraint() -> None:
     assert "prefill" in found.binding or "unified" in found.binding
 
 
+def test_requests_that_no_worker_can_take_are_named_as_the_constraint() -> None:
+    found = search(load(1.0, 1000, 10), max_gpus=2).run([FleetOption(calibration(max_model_tokens=900))])
+    assert found.picked is None
+    assert "are longer than the 900 tokens that a worker takes" in found.binding
+    assert "queue" not in found.binding
+
+
 @pytest.mark.parametrize(
     ("goal", "message"),
     [
