@@ -7,6 +7,9 @@ the stages; at best, two stages are twice as fast.
 Cases alternate, and the best round of each counts, because other programs on the machine only make it slower. The notes have the
 load average. On a busy machine, ranks wait for a core and not for each other. So the CPU time of the busier rank is reported too:
 what the time would be if every rank had a core of its own and never waited.
+
+Two busy cores share caches and memory, so each is slower than one alone, and T is measured with one. The third comparison shows
+how much that is: it is with two processes that each have the whole model, compute half of the work, and never wait for the other.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import random
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.contract import Needs, Report, Result
+from bench.engine._independent_process import IndependentProcess
 
 if TYPE_CHECKING:
     from stoker.engine.llm import LLM
@@ -48,23 +53,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(_MODEL))
-        one, two = open_engine(Path(name), 1), open_engine(Path(name), 2)
+        open_one = partial(open_engine, Path(name), 1)
+        one, two = open_one(), open_engine(Path(name), 2)
+        other = IndependentProcess(open_one, partial(work, num_tokens=args.tokens))
         try:
-            return measure(args, one, two)
+            return measure(args, one, two, other)
         finally:
+            other.close()
             one.close()
             two.close()
 
 
-def measure(args: argparse.Namespace, one: LLM, two: LLM) -> Report:
+def work(llm: LLM, count: int, num_tokens: int) -> None:
+    """Decode `count` sequences. If that is -1, compute a prompt."""
+    if count < 0:
+        prefill(llm)
+    else:
+        decode(llm, count, num_tokens)
+
+
+def measure(args: argparse.Namespace, one: LLM, two: LLM, other: IndependentProcess) -> Report:
     best: dict[str, Spent] = {}
     for _ in range(args.rounds):
         for count in args.batches:
             keep(best, f"one {count}", decode(one, count, args.tokens))
             keep(best, f"half {count}", decode(one, count // 2, args.tokens))
             keep(best, f"two {count}", decode(two, count, args.tokens))
+            with other.working(count // 2):
+                keep(best, f"independent {count}", decode(one, count // 2, args.tokens))
         keep(best, "one prefill", prefill(one))
         keep(best, "two prefill", prefill(two))
+        with other.working(-1):
+            keep(best, "independent prefill", prefill(one))
     notes = f"load average {os.getloadavg()[0]:.1f}"
     results = []
     for field, metric in (("wall_s", "rate of two stages"), ("cpu_s", "the same by CPU time of the busier rank")):
@@ -85,7 +105,19 @@ def measure(args: argparse.Namespace, one: LLM, two: LLM) -> Report:
                 "one process", _PREFILL_TOKENS / spent["one prefill"], "baseline", notes, 1.7,
             )
         )  # fmt: skip
+    for count in args.batches:
+        results.append(independent(f"decode, {count} sequences", count * args.tokens, best, str(count), 1.0, notes))
+    results.append(independent(f"prompt of {_PREFILL_TOKENS} tokens", _PREFILL_TOKENS, best, "prefill", 2.0, notes))
     return Report(results, {case: asdict(one) for case, one in best.items()})
+
+
+def independent(case: str, tokens: int, best: dict[str, Spent], key: str, parts: float, notes: str) -> Result:
+    """Compare with two processes that never wait for each other. Each computes as much as two stages do in all if `parts` is 2,
+    and half of that if it is 1."""
+    together = parts * tokens / best[f"independent {key}"].wall_s
+    rate = tokens / best[f"two {key}"].wall_s
+    metric, whom = "rate of two stages, both cores busy", "two independent processes"
+    return Result(case, metric, "tokens/s", rate, "higher", whom, together, "baseline", notes)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ class AutoscaleSettings:
         check_settings(self, "autoscale")
         if self.low >= self.high:
             raise ConfigError(f"autoscale.low={self.low} must be below autoscale.high={self.high}")
-        if self.max_workers and self.max_workers < self.min_workers:
-            raise ConfigError(
-                f"autoscale.max_workers={self.max_workers} is below autoscale.min_workers={self.min_workers}; raise it, or "
-                "set it to 0"
-            )
+        for name in ("min_workers", "min_prefill", "min_decode"):
+            if self.max_workers and self.max_workers < (least := getattr(self, name)):
+                raise ConfigError(
+                    f"autoscale.max_workers={self.max_workers} is below autoscale.{name}={least}; raise it, or set it to 0"
+                )

@@ -54,7 +54,8 @@ class TensorLocation(NamedTuple):
 def stored_tensors(folder: Path) -> dict[str, TensorLocation]:
     """Return the location of each tensor of a model folder, by tensor name.
 
-    Raises ModelFilesError, which names the file, if a file is missing, truncated, or does not match the index.
+    Raises ModelFilesError, which names the file, if a file is missing, truncated, or does not match the index. A tensor that is in
+    two files is refused by its name: one of the two may be of another version.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
@@ -78,6 +79,14 @@ def stored_tensors(folder: Path) -> dict[str, TensorLocation]:
                     "different versions of the model: download the model again"
                 )
             found[name] = tensor
+        if sum(map(len, headers.values())) > len(found):
+            for file, header in headers.items():
+                for name in header:
+                    if places.get(name, file) != file:
+                        raise ModelFilesError(
+                            f"{folder}: the tensor {name!r} is in {places[name]} and in {file}. The files may be from different "
+                            "versions of the model: download the model again"
+                        )
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.paths import expand_home
 
 _ANSWER_S = 10.0
+_AGAIN_S = 0.5
 
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,15 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="File with the gateway's admin token. Needed if `stoker up` did not start the gateway on this machine.",
     )
+
+
+class GatewayRefused(ConfigError):
+    """The gateway answered with an error."""
+
+    def __init__(self, message: str, status: int, gateway_code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.gateway_code = gateway_code  # the code in the answer; empty if it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,10 @@ class GatewayAdmin:
             raise ConfigError(f"--admin-token-file is missing: only the admin token opens {url}/admin")
         return cls(url, token)
 
+    def patient(self, seconds: float) -> PatientAdmin:
+        """Return the same API for a command that goes on while the gateway is restarted."""
+        return PatientAdmin(self.url, self.token, seconds)
+
     def get(self, path: str) -> bytes:
         return self._send("GET", path)
 
@@ -68,7 +83,7 @@ class GatewayAdmin:
         return self._send("POST", path)
 
     def _send(self, method: str, path: str) -> bytes:
-        from stoker.proto.openai.errors import error_message
+        from stoker.proto.openai.errors import error_code, error_message
 
         headers = {"Authorization": f"Bearer {self.token}"}
         request = urllib.request.Request(self.url + path, headers=headers, method=method)
@@ -78,7 +93,27 @@ class GatewayAdmin:
         except urllib.error.HTTPError as refused:
             with refused:
                 hint = "; check --admin-token-file" if refused.code == 401 else ""
-                message = error_message(refused.read())
-            raise ConfigError(f"{self.url}{path} answered {refused.code}{hint}: {message}") from refused
+                answer = refused.read()
+            text = f"{self.url}{path} answered {refused.code}{hint}: {error_message(answer)}"
+            raise GatewayRefused(text, refused.code, error_code(answer)) from refused
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.url} does not answer: {error}; give the URL of a running gateway") from error
+
+
+@dataclass(frozen=True, slots=True)
+class PatientAdmin(GatewayAdmin):
+    """Repeats a request that gets no answer, for some time. Only for requests that may be carried out twice."""
+
+    patience_s: float
+
+    def _send(self, method: str, path: str) -> bytes:
+        until_s = time.monotonic() + self.patience_s
+        while True:
+            try:
+                return GatewayAdmin._send(self, method, path)
+            except GatewayRefused:
+                raise
+            except ConfigError:
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(_AGAIN_S)

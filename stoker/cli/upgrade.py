@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -17,9 +18,10 @@ from stoker.base.errors import ConfigError, StokerError
 from stoker.base.output import print_message, print_result
 from stoker.cli.drain import find_worker
 from stoker.cli.gateway_admin import GatewayAdmin, add_gateway_arguments
+from stoker.cli.upgrade_hold import UpgradeHold
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from stoker.base.canary import RequestGroup
     from stoker.proto.admin_api import CanaryStatus, RequestOutcome, WorkerStatus
@@ -34,9 +36,11 @@ of `stoker up` on this machine are restarted by it. Others need --restart."""
 EXIT_STOPPED = 1
 _GONE_S = 120.0
 _POLL_S = 0.1
+_GATEWAY_RESTART_S = 60.0  # a gateway that does not answer for this time is gone
 _MAX_REQUESTS = 1000  # as many as a gateway keeps
-_FAILED = re.compile(r'stoker_gateway_requests_total\{[^}]*status="5\d\d"[^}]*\} (\S+)')
-_BROKEN = re.compile(r'stoker_gateway_resumes_total\{[^}]*outcome="failed"[^}]*\} (\S+)')
+_FAILED = re.compile(r'stoker_gateway_requests_total\{([^}]*status="5\d\d"[^}]*)\} (\S+)')
+_PROCESS = re.compile(r'process="(\d+)"')  # a label of each sample, if the gateway has several processes
+_BROKEN = re.compile(r'stoker_gateway_resumes_total\{([^}]*outcome="failed"[^}]*)\} (\S+)')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,18 +90,25 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{admin.url} has no workers")
     restart = _CommandRestart(args.restart) if args.restart else _SupervisedRestart(admin.url)
     limits = UpgradeLimits(args.drain_s, args.ready_s, args.watch_s, args.max_errors, canary)
-    rolling = RollingUpgrade(_Control(admin), restart, limits, time.monotonic, time.sleep, _say)
-    try:
-        rolling.run(names)
-    except UpgradeStopped as stopped:
-        print_message(f"stoker: the upgrade has stopped: {stopped.message}", sys.stderr)
-        return EXIT_STOPPED
-    except StokerError as error:
-        if not rolling.has_begun:
-            raise
-        print_message(f"stoker: the upgrade has stopped, and a worker may be drained: {error.message}", sys.stderr)
-        return EXIT_STOPPED
-    print_result(f"{len(names)} workers were restarted.")
+    with UpgradeHold(admin, _say) as hold:
+        rolling = RollingUpgrade(
+            _Control(admin.patient(_GATEWAY_RESTART_S), hold), restart, limits, time.monotonic, time.sleep, hold.say
+        )
+        try:
+            rolling.run(names)
+        except UpgradeStopped as stopped:
+            hold.ended(f"stopped: {stopped.message}")
+            print_message(f"stoker: the upgrade has stopped: {stopped.message}", sys.stderr)
+            return EXIT_STOPPED
+        except StokerError as error:
+            hold.ended(f"stopped: {error.message}")
+            if not rolling.has_begun:
+                raise
+            print_message(f"stoker: the upgrade has stopped, and a worker may be drained: {error.message}", sys.stderr)
+            return EXIT_STOPPED
+        outcome = f"{len(names)} workers were restarted" if len(names) > 1 else f"{names[0]} was restarted"
+        hold.ended(outcome)
+    print_result(f"{outcome}.")
     return 0
 
 
@@ -108,8 +119,10 @@ def _say(line: str) -> None:
 class _Control:
     """The gateway's admin API as a `FleetControl`."""
 
-    def __init__(self, admin: GatewayAdmin) -> None:
+    def __init__(self, admin: GatewayAdmin, hold: UpgradeHold) -> None:
         self._admin = admin
+        self._hold = hold
+        self._errors, self._failures = _RestartedCounter(), defaultdict[str, _RestartedCounter](_RestartedCounter)
 
     def worker(self, name: str) -> WorkerStatus | None:
         return find_worker(self._admin, name)
@@ -117,6 +130,7 @@ class _Control:
     def drain(self, name: str) -> None:
         from stoker.proto.admin_api import ADMIN_DRAIN_PATH
 
+        self._hold.check()
         self._admin.post(f"{ADMIN_DRAIN_PATH}?worker={quote(name)}&move=1")
 
     def undrain(self, name: str) -> None:
@@ -126,13 +140,13 @@ class _Control:
 
     def num_errors(self) -> int:
         page = self._admin.get("/metrics").decode()
-        return int(sum(float(value) for pattern in (_FAILED, _BROKEN) for value in pattern.findall(page)))
+        return self._errors.saw([found for pattern in (_FAILED, _BROKEN) for found in pattern.findall(page)])
 
     def num_failures(self, name: str) -> int:
         page = self._admin.get("/metrics").decode()
-        pattern = r"stoker_gateway_worker_failures_total\{[^}]*worker=\"" + re.escape(name) + r"\"([^}]*)\} (\S+)"
+        pattern = r"stoker_gateway_worker_failures_total\{([^}]*worker=\"" + re.escape(name) + r"\"[^}]*)\} (\S+)"
         found = re.findall(pattern, page)
-        return int(sum(float(value) for labels, value in found if 'kind="busy"' not in labels))
+        return self._failures[name].saw([one for one in found if 'kind="busy"' not in one[0]])
 
     def newest_s(self) -> float:
         return max((one.time_s for one in self._ended()), default=0.0)
@@ -186,6 +200,26 @@ def _group(requests: Sequence[RequestOutcome], has_itl: bool) -> RequestGroup:
         [one.ttft_ms for one in good if one.ttft_ms is not None],
         itl_ms,
     )
+
+
+class _RestartedCounter:
+    """A count that goes on when a process of the gateway, which counts, is restarted and begins with 0 again."""
+
+    def __init__(self) -> None:
+        self._before: Counter[str] = Counter()  # what processes had counted when they ended
+        self._last: Counter[str] = Counter()
+
+    def saw(self, samples: Iterable[tuple[str, str]]) -> int:
+        """Take the labels and values of samples. Return the count of all processes since the first one started."""
+        counts: Counter[str] = Counter()
+        for labels, value in samples:
+            found = _PROCESS.search(labels)
+            counts[found[1] if found else ""] += int(float(value))
+        for process, count in counts.items():  # one that does not answer now has no samples
+            if count < self._last[process]:
+                self._before[process] += self._last[process]
+            self._last[process] = count
+        return self._before.total() + self._last.total()
 
 
 class _CommandRestart:

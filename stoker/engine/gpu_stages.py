@@ -177,7 +177,7 @@ class StageGpuSteps:
         """Receive what the later stages return for a step, and sample."""
         plan, device, data = started.plan, self._like.device, self._batches.data(started.plan)
         num_tokens, num_heads = data.needed.tokens, data.needed.heads
-        features = self._taps.collect(self._drafter.start(), num_tokens, started.tapped)
+        features = self._taps.expect(self._drafter.start(), num_tokens, started.tapped)()
         captured = self._heads.find(data.needed)
         hidden, all_features, dense = self._returned, self._features, _NOT_DENSE
         if captured is not None:
@@ -193,7 +193,7 @@ class StageGpuSteps:
         if self._drafter.features_width:
             all_features[:num_tokens].copy_(features)
         if num_heads:
-            self._stages.receive_result(hidden[:num_heads])
+            self._stages.receive_result(hidden[:num_heads])()
         num_guesses = plan.num_guesses if samples else 0
         if captured is not None:
             return captured.run(packed, num_guesses)

@@ -345,15 +345,17 @@ class Runner:
             taps = self.interrupt.with_checks(taps)
         hidden = self._model(batch, taps, stages.entering(num_tokens))
         stages.leave(hidden, heads)
+        if not stages.is_first:
+            return lambda: None
+        collect = self._taps.expect(features, num_tokens)
+        result = stages.result(hidden, heads) if len(heads) else None
 
         def finish() -> VerifiedTokens | None:
-            if not stages.is_first:
-                return None
-            step = DraftStep(batch, inputs.token_rows, inputs.heads, self._taps.collect(features, num_tokens))
-            if not len(heads):
+            step = DraftStep(batch, inputs.token_rows, inputs.heads, collect())
+            if result is None:
                 self._drafter.draft(step, heads, heads)
                 return None
-            logits = self._model.logits(stages.result(hidden, heads))
+            logits = self._model.logits(result())
             return self._sample(logits, inputs.spans, step, states, plan.num_guesses)
 
         return finish

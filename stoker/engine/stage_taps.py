@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.layers.features import Tap
 from stoker.models.draft import StepFeatures
-from stoker.parallel.stages import Stages
+from stoker.parallel.stages import Arrival, Stages
 
 _NOTHING_TAPPED: Mapping[int, Tensor] = MappingProxyType({})
 
@@ -29,14 +29,24 @@ class StageTaps:
             return [tap for tap in features.taps if stages.is_here(tap.layer)]
         return [Tap(layer - stages.first_layer, stages.send_feature) for layer in self.layers]
 
-    def collect(
+    def expect(
         self, features: StepFeatures, num_tokens: int, tapped: Mapping[int, Tensor] = _NOTHING_TAPPED
-    ) -> Tensor:
-        """Return the features of a step after all stages have run it. Called in the first stage, once per step. `tapped` has the
+    ) -> Arrival:
+        """Start to receive the features of a step from all stages. Called in the first stage, once per step. `tapped` has the
         hidden states of this stage's layers, if `here` was not used in the forward pass."""
-        for tap in features.taps:
-            if not self._stages.is_here(tap.layer):
-                tap.take(self._stages.receive_feature(num_tokens, tap.layer))
-            elif tap.layer in tapped:
-                tap.take(tapped[tap.layer])
-        return features.value()
+        stages = self._stages
+        arriving = {
+            tap.layer: stages.receive_feature(num_tokens, tap.layer)
+            for tap in features.taps
+            if not stages.is_here(tap.layer)
+        }
+
+        def collect() -> Tensor:
+            for tap in features.taps:
+                if tap.layer in arriving:
+                    tap.take(arriving[tap.layer]())
+                elif tap.layer in tapped:
+                    tap.take(tapped[tap.layer])
+            return features.value()
+
+        return collect

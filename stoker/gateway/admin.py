@@ -30,6 +30,7 @@ from stoker.gateway.duties import Duties
 from stoker.gateway.store.audit import AUDIT_TABLES, audit, last_audits
 from stoker.gateway.store.store import StoreRefused
 from stoker.gateway.store.store_threads import StoreThreads
+from stoker.gateway.upgrades import UpgradeBoard
 from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
@@ -40,11 +41,15 @@ from stoker.proto.admin_api import (
     ADMIN_SCALE_PATH,
     ADMIN_STATUS_PATH,
     ADMIN_UNDRAIN_PATH,
+    ADMIN_UPGRADE_HOLD_PATH,
+    ADMIN_UPGRADE_PATH,
+    ADMIN_UPGRADE_RELEASE_PATH,
     GatewayStatus,
     MissList,
     ReportedLoad,
     ReservedLoad,
     ScaleWishes,
+    UpgradeStatus,
     WorkerList,
     WorkerStatus,
 )
@@ -53,6 +58,8 @@ from stoker.routing.router import Router
 _MAX_ROUTES = 1000
 _AUDIT_PATH = b"/admin/audit"
 _AUDIT_BYTES = 512
+_NOT_AUDITED = ADMIN_UPGRADE_HOLD_PATH.encode()  # repeated every few seconds while an upgrade runs
+_MAX_HOLDER = 128
 
 log = EventLog("admin")
 
@@ -67,6 +74,7 @@ class AdminView:
     admission: Admission
     workers: MembershipChanges
     duties: Duties
+    upgrades: UpgradeBoard
     wishes: Callable[[], ScaleWishes]
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
@@ -91,10 +99,14 @@ class AdminEndpoint:
             (b"GET", b"/admin/queues"): self._queues,
             (b"GET", ADMIN_MISSES_PATH.encode()): self._misses,
             (b"GET", ADMIN_SCALE_PATH.encode()): self._scale,
+            (b"GET", ADMIN_UPGRADE_PATH.encode()): self._upgrade,
             (b"GET", _AUDIT_PATH): self._no_audit,
             (b"POST", ADMIN_DRAIN_PATH.encode()): self._drain,
             (b"POST", ADMIN_UNDRAIN_PATH.encode()): self._undrain,
             (b"POST", ADMIN_ROLE_PATH.encode()): self._set_role,
+            (b"POST", ADMIN_UPGRADE_PATH.encode()): self._wish_upgrade,
+            (b"POST", ADMIN_UPGRADE_HOLD_PATH.encode()): self._hold_upgrade,
+            (b"POST", ADMIN_UPGRADE_RELEASE_PATH.encode()): self._release_upgrade,
             (b"POST", b"/admin/workers"): self._add_worker,
             (b"DELETE", b"/admin/workers"): self._remove_worker,
         }
@@ -116,7 +128,7 @@ class AdminEndpoint:
         answer = handler(request, query)
         if isawaitable(answer):
             answer = await answer
-        if request.method != b"GET":
+        if request.method != b"GET" and request.path != _NOT_AUDITED:
             await self._audit(request, query)
         return json_reply(answer)
 
@@ -167,7 +179,19 @@ class AdminEndpoint:
     def _scale(self, request: EndpointRequest, query: dict[str, str]) -> ScaleWishes:
         return self._view.wishes()
 
+    def _upgrade(self, request: EndpointRequest, query: dict[str, str]) -> UpgradeStatus:
+        return self._view.upgrades.status(follows=_flag(query, "follows"))
+
     # ---- changing
+
+    def _wish_upgrade(self, request: EndpointRequest, query: dict[str, str]) -> UpgradeStatus:
+        return self._view.upgrades.wish([self._member(query).worker_id] if "worker" in query else [])
+
+    def _hold_upgrade(self, request: EndpointRequest, query: dict[str, str]) -> UpgradeStatus:
+        return self._view.upgrades.hold(_holder(query), query.get("line", ""))
+
+    def _release_upgrade(self, request: EndpointRequest, query: dict[str, str]) -> UpgradeStatus:
+        return self._view.upgrades.release(_holder(query), query.get("outcome", ""))
 
     async def _drain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
         member = self._member(query)
@@ -268,6 +292,13 @@ def _flag(query: dict[str, str], name: str) -> bool:
     if text not in ("0", "1"):
         raise InvalidRequest(f"{name}={text[:40]!r}: it must be 0 or 1.", param=name)
     return text == "1"
+
+
+def _holder(query: dict[str, str]) -> str:
+    name = query.get("holder", "")
+    if not 0 < len(name) <= _MAX_HOLDER:
+        raise InvalidRequest(f"holder={name[:40]!r}: it must have 1 to {_MAX_HOLDER} characters.", param="holder")
+    return name
 
 
 def _float(value: object) -> float:

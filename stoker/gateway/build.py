@@ -51,6 +51,7 @@ from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.gateway.twin_watch import make_twin
 from stoker.gateway.ui.static_pages import StaticPages
+from stoker.gateway.upgrades import UpgradeBoard
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.proto.admin_api import GatewayStatus
 from stoker.proto.cors import CorsRules
@@ -99,6 +100,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         admission,
         workers.membership,
         workers.duties,
+        UpgradeBoard(clock, secrets.token_hex(8)),
         capacity.scaling.wishes,
         clock,
         partial(_status, config, durable, state, admission, clock, clock()),

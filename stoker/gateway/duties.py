@@ -6,6 +6,7 @@ request fails: running ones continue where they are, or move to other workers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from stoker.base.errors import InvalidRequest, Overloaded
@@ -26,12 +27,15 @@ class Duties:
         self._fleet = fleet
         self._moves = moves
         self._clock = clock
+        # What a change checks must still hold when it takes effect, after the worker was told.
+        self._changing = asyncio.Lock()
 
     async def drain(self, member: Member, *, move: bool) -> None:
         """Send no new requests to a worker. `move`: continue its running requests on other workers."""
-        if move:
-            self._check_targets(member)
-        self._fleet.drain(member.worker_id, self._clock(), True)
+        async with self._changing:
+            if move:
+                self._check_targets(member)
+            self._fleet.drain(member.worker_id, self._clock(), True)
         running = self._moves.num_running(member.worker_id)
         log.event("worker_drained", worker=member.worker_id, move=move, running=running)
         if move:
@@ -46,6 +50,10 @@ class Duties:
 
     async def set_role(self, member: Member, role: Role, *, move: bool = False) -> None:
         """Give a worker another role. `move`: continue the requests that it runs now on other workers."""
+        async with self._changing:
+            await self._set_role(member, role, move=move)
+
+    async def _set_role(self, member: Member, role: Role, *, move: bool) -> None:
         self._check_role(member, role)
         if move:
             self._check_targets(member)

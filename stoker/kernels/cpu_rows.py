@@ -62,7 +62,7 @@ def row_calls(
     num_outs: int, num_ins: int, dtype: torch.dtype, pack: Callable[[Tensor], Matmul], num_threads: int
 ) -> RowCalls:
     """Return the calls for a weight [num_outs, num_ins]. `pack` returns the matmul with a weight."""
-    trial = _Trial(pack(_numbers(min(num_outs, _MAX_OUTS), num_ins, dtype)), _numbers(_TRIED, num_ins, dtype))
+    trial = _RowTrial(pack(_numbers(min(num_outs, _MAX_OUTS), num_ins, dtype)), _numbers(_TRIED, num_ins, dtype))
     before = torch.get_num_threads()
     try:
         for step, most in _SMALL:
@@ -90,7 +90,7 @@ def exact_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return matmul_by_rows(x, plain_matmul(weight), calls_of(weight, plain_matmul))
 
 
-class _Trial:
+class _RowTrial:
     """Some rows, and the matmul whose results for them are compared between calls."""
 
     def __init__(self, matmul: Matmul, rows: Tensor) -> None:

@@ -6,8 +6,9 @@ does not depend on arrival, and is the same for processes (gloo.py) and for thre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -28,9 +29,19 @@ def exchanging() -> Iterator[None]:
 
 
 class Transfer(Protocol):
-    """A tensor on its way to another rank. Its memory must not change before `wait` returns."""
+    """A tensor on its way between two ranks. Its memory must not be used or changed before `wait` returns."""
 
     def wait(self) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LateTransfer:
+    """A transfer that is made when it is waited for."""
+
+    make: Callable[[], None]
+
+    def wait(self) -> None:
+        self.make()
 
 
 class Collectives(Protocol):
@@ -51,8 +62,8 @@ class Collectives(Protocol):
     def send(self, x: Tensor, rank: int) -> Transfer:
         """Start to send a tensor to a rank. Tensors between two ranks arrive in order."""
 
-    def receive(self, into: Tensor, rank: int) -> None:
-        """Wait for a tensor from a rank."""
+    def receive(self, into: Tensor, rank: int) -> Transfer:
+        """Start to receive a tensor from a rank. Tensors of one rank are received, and waited for, in the order of their start."""
 
     def close(self) -> None:
         """Give up the connections. Ranks that wait get an error."""

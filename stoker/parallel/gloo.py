@@ -69,6 +69,7 @@ class GlooCollectives:
         # closes the connections.
         self._group._set_default_timeout(timedelta(days=1))
         self._is_closed = False
+        self._num_moving = 0  # transfers that were not waited for
         self._waits = _WaitThread()
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -88,11 +89,15 @@ class GlooCollectives:
 
     def send(self, x: Tensor, rank: int) -> Transfer:
         with exchanging():
-            return _Sending(x, self._group.send([x], rank, 0), self)
+            return self._moving(x, self._group.send([x], rank, 0))
 
-    def receive(self, into: Tensor, rank: int) -> None:
+    def receive(self, into: Tensor, rank: int) -> Transfer:
         with exchanging():
-            self.finish(self._group.recv([into], rank, 0))
+            return self._moving(into, self._group.recv([into], rank, 0))
+
+    def _moving(self, x: Tensor, work: Any) -> _Moving:
+        self._num_moving += 1
+        return _Moving(x, work, self)
 
     def finish(self, transfer: Any) -> None:
         """Wait for a tensor that is sent or received, or until the group is closed.
@@ -103,6 +108,7 @@ class GlooCollectives:
         waiting = self._waits.start(transfer)
         while not waiting.done.wait(_POLL_S):
             self._check_open()
+        self._num_moving -= 1
         if waiting.error is not None:
             raise waiting.error
 
@@ -122,13 +128,18 @@ class GlooCollectives:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            # The destructor of the group would wait for the operation, which may never end. So it never runs.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._keep()
             raise RuntimeError("the group was closed")
+
+    def _keep(self) -> None:
+        """Keep the group for ever: its destructor would wait for an operation that may never end."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            if self._num_moving:
+                self._keep()
             self._waits.close()
             self._group.abort()
 
@@ -170,8 +181,8 @@ def _wait_for_all(waits: queue.SimpleQueue[_TransferWait | None]) -> None:
         waiting.done.set()
 
 
-class _Sending:
-    """A tensor that is being sent. It is kept until the transfer is done."""
+class _Moving:
+    """A tensor that is being sent or received. It is kept until the transfer is done."""
 
     def __init__(self, x: Tensor, work: Any, group: GlooCollectives) -> None:
         self._tensor, self._work, self._group = x, work, group

@@ -65,8 +65,8 @@ class IpcCollectives:
     def send(self, x: Tensor, rank: int) -> Transfer:
         return self._others.send(x, rank)
 
-    def receive(self, into: Tensor, rank: int) -> None:
-        self._others.receive(into, rank)
+    def receive(self, into: Tensor, rank: int) -> Transfer:
+        return self._others.receive(into, rank)
 
     def close(self) -> None:
         self._others.close()

@@ -7,13 +7,14 @@ ranks. Its operations can be captured in CUDA graphs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from stoker.parallel.collectives import Transfer, exchanging
+from stoker.parallel.collectives import LateTransfer, Transfer, exchanging
 from stoker.parallel.gloo import GlooWorld
 
 dist: Any = torch.distributed  # its compiled classes have no complete type annotations
@@ -60,7 +61,11 @@ class NcclCollectives:
             work: Transfer = self._group.send([x], rank, 0)
         return work
 
-    def receive(self, into: Tensor, rank: int) -> None:
+    def receive(self, into: Tensor, rank: int) -> Transfer:
+        """The stream of this rank waits for the tensor, so it is received when it is needed."""
+        return LateTransfer(partial(self._take, into, rank))
+
+    def _take(self, into: Tensor, rank: int) -> None:
         with exchanging():
             self._group.recv([into], rank, 0).wait()
 

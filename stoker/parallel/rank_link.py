@@ -18,6 +18,8 @@ from stoker.parallel.channel import Channel, ChannelEnd
 _HEAD = struct.Struct("<Bxxxxxxxqq")  # kind, step, digest; a text or a plan follows
 _MAX_TEXT = 1 << 20
 
+WAITS_FOR_RANKS = -1  # in a heartbeat: the rank is not loading
+
 
 class LinkEnd(StokerError):
     """The other end of a link is gone."""
@@ -41,7 +43,7 @@ class Kind(IntEnum):
     ARGUMENTS = 1  # to the rank: JSON
     HELLO = 2  # the rank has imported everything, and can connect
     READY = 3  # the rank waits for plans
-    BEAT = 4
+    BEAT = 4  # step: how far the rank's start is
     RECEIVED = 5  # a plan: digest of its bytes
     SAMPLED = 6  # digest of the sampled tokens of a step
     FAILED = 7  # an error that ends the rank: text

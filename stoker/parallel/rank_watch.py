@@ -1,8 +1,8 @@
 """RankWatch: decides whether the other ranks are alive and agree with rank 0. Pure: the time is an argument.
 
 A rank sends a beat every half second, and digests of the plans that it received and of the tokens that it sampled. A rank
-whose beats stop is stopped, dead or out of memory. A rank whose digests differ has diverged: it would soon wait for a
-collective that the others never call.
+whose beats stop is stopped, dead or out of memory. A rank whose start does not go on waits for a drive that does not answer. A
+rank whose digests differ has diverged: it would soon wait for a collective that the others never call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from stoker.base.errors import StokerError
-from stoker.parallel.rank_link import Kind, LinkMessage
+from stoker.parallel.rank_link import WAITS_FOR_RANKS, Kind, LinkMessage
 
 CHECK_EVERY_S = 0.25
 _LATE_S = 1.0  # a check this late means that this process itself did not run
@@ -27,6 +27,8 @@ class RankLost(StokerError):
 @dataclass(slots=True)
 class _RankState:
     beat_s: float
+    progress_s: float  # when its start went on, or waited for other ranks
+    progress: int = WAITS_FOR_RANKS
     where: str = ""  # empty: this machine
     is_ready: bool = False
     has_said_hello: bool = False
@@ -45,8 +47,9 @@ class RankWatch:
     """Watches the ranks 1 to `num_ranks` - 1."""
 
     def __init__(self, num_ranks: int, silent_s: float, start_silent_s: float, now: float) -> None:
-        """`silent_s` is the longest time between two beats, `start_silent_s` that before a rank is ready."""
-        self._ranks = {rank: _RankState(now) for rank in range(1, num_ranks)}
+        """`silent_s` is the longest time between two beats, `start_silent_s` that before a rank is ready. It is the longest time
+        without progress of its start too."""
+        self._ranks = {rank: _RankState(now, now) for rank in range(1, num_ranks)}
         self._silent_s, self._start_silent_s = silent_s, start_silent_s
         self._steps: OrderedDict[int, _StepDigests] = OrderedDict()
         self._checked_s = now
@@ -69,7 +72,8 @@ class RankWatch:
     def arrived(self, rank: int, where: str, now: float) -> None:
         """A rank of another machine has connected. Errors name where it runs."""
         state = self._ranks[rank]
-        state.beat_s, state.where, state.has_said_hello = now, where, True
+        state.beat_s = state.progress_s = now
+        state.where, state.has_said_hello = where, True
 
     def fail(self, reason: str) -> None:
         """Another part of rank 0 has found that the ranks cannot work together."""
@@ -79,7 +83,11 @@ class RankWatch:
         """Take in a message of a rank."""
         state = self._ranks[rank]
         state.beat_s = now
-        if message.kind is Kind.HELLO:
+        if message.kind is not Kind.BEAT or message.step == WAITS_FOR_RANKS or message.step != state.progress:
+            state.progress_s = now
+        if message.kind is Kind.BEAT:
+            state.progress = message.step
+        elif message.kind is Kind.HELLO:
             state.has_said_hello = True
         elif message.kind is Kind.READY:
             state.is_ready = True
@@ -112,11 +120,16 @@ class RankWatch:
         self._checked_s = now
         for rank, state in self._ranks.items():
             if late:
-                state.beat_s = now
+                state.beat_s = state.progress_s = now
             limit_s = self._silent_s if state.is_ready else self._start_silent_s
             if now - state.beat_s >= limit_s:
                 self._judge(
                     f"{self._name(rank)} is lost: it sent no heartbeat for {now - state.beat_s:.1f} s (limit {limit_s:g} s)"
+                )
+            elif not state.is_ready and now - state.progress_s >= limit_s:
+                self._judge(
+                    f"{self._name(rank)} is lost: its start made no progress for {now - state.progress_s:.1f} s "
+                    f"(limit {limit_s:g} s)"
                 )
         return self.verdict
 

@@ -27,6 +27,7 @@ def kept_bytes_per_token(hidden_size: int, itemsize: int) -> int:
 
 
 FindTokens = Callable[[], tuple[Tensor, Tensor]]
+Arrival = Callable[[], Tensor]  # waits for a tensor that is being received
 
 
 class Stages(Protocol):
@@ -46,8 +47,8 @@ class Stages(Protocol):
     def leave(self, hidden: Tensor, heads: Tensor) -> None:
         """Pass on the hidden states [tokens, hidden] of this stage. `heads` are the tokens whose logits are needed."""
 
-    def result(self, hidden: Tensor, heads: Tensor) -> Tensor:
-        """Return the hidden states of the heads after the last stage; called in the first stage, once per step."""
+    def result(self, hidden: Tensor, heads: Tensor) -> Arrival:
+        """Start to receive the hidden states of the heads after the last stage; called in the first stage, once per step."""
 
     def is_here(self, layer: int) -> bool:
         """Return True if this stage has the hidden states that enter a layer of the model, or that leave its last one. At the
@@ -56,8 +57,8 @@ class Stages(Protocol):
     def send_feature(self, hidden: Tensor) -> None:
         """Send hidden states [tokens, hidden] to the first stage, before those of `leave`."""
 
-    def receive_feature(self, num_tokens: int, layer: int) -> Tensor:
-        """Return the hidden states that enter a layer of a later stage; called in the first stage, before `result`."""
+    def receive_feature(self, num_tokens: int, layer: int) -> Arrival:
+        """Start to receive the hidden states that enter a layer of a later stage; called in the first stage, before `result`."""
 
 
 class OneStage:
@@ -76,8 +77,8 @@ class OneStage:
     def leave(self, hidden: Tensor, heads: Tensor) -> None:
         pass
 
-    def result(self, hidden: Tensor, heads: Tensor) -> Tensor:
-        return hidden[heads]
+    def result(self, hidden: Tensor, heads: Tensor) -> Arrival:
+        return lambda: hidden[heads]
 
     def is_here(self, layer: int) -> bool:
         return True
@@ -85,7 +86,7 @@ class OneStage:
     def send_feature(self, hidden: Tensor) -> None:
         raise AssertionError("there is no other stage")
 
-    def receive_feature(self, num_tokens: int, layer: int) -> Tensor:
+    def receive_feature(self, num_tokens: int, layer: int) -> Arrival:
         raise AssertionError("there is no other stage")
 
 
@@ -119,7 +120,7 @@ class PipelineStage:
             token_ids, positions = find()
         else:
             positions = torch.empty(num_tokens, dtype=torch.int64, device=self._device)
-            self._collectives.receive(positions, self._stage - 1)
+            self._collectives.receive(positions, self._stage - 1).wait()
             token_ids = torch.zeros_like(positions)
         if self._stage < self._last:
             self._send(positions, self._stage + 1)
@@ -130,7 +131,7 @@ class PipelineStage:
 
     def receive_entering(self, into: Tensor) -> Tensor:
         """Receive the hidden states [tokens, hidden] of the stage before, in any stage but the first."""
-        self._collectives.receive(into, self._stage - 1)
+        self._collectives.receive(into, self._stage - 1).wait()
         return into
 
     def leave(self, hidden: Tensor, heads: Tensor) -> None:
@@ -144,13 +145,12 @@ class PipelineStage:
             for transfer in self._sent.popleft():
                 transfer.wait()
 
-    def result(self, hidden: Tensor, heads: Tensor) -> Tensor:
+    def result(self, hidden: Tensor, heads: Tensor) -> Arrival:
         return self.receive_result(self._empty(len(heads)))
 
-    def receive_result(self, into: Tensor) -> Tensor:
-        """Receive what `result` returns, [heads, hidden]."""
-        self._returning.receive(into, self._last)
-        return into
+    def receive_result(self, into: Tensor) -> Arrival:
+        """Start to receive what `result` returns, [heads, hidden]."""
+        return self._arrival(into, self._last)
 
     def is_here(self, layer: int) -> bool:
         return self._stage_of(layer) == self._stage
@@ -158,10 +158,22 @@ class PipelineStage:
     def send_feature(self, hidden: Tensor) -> None:
         self._return(hidden.clone())  # the next layer reuses the memory
 
-    def receive_feature(self, num_tokens: int, layer: int) -> Tensor:
-        into = self._empty(num_tokens)
-        self._returning.receive(into, self._stage_of(layer))
-        return into
+    def receive_feature(self, num_tokens: int, layer: int) -> Arrival:
+        return self._arrival(self._empty(num_tokens), self._stage_of(layer))
+
+    def _arrival(self, into: Tensor, stage: int) -> Arrival:
+        """Start to receive from a later stage.
+
+        With gloo, a tensor is sent when its receiver is ready. If that were only when the tensor is needed, this stage would
+        wait until a thread of the other rank, whose cores compute the next step by then, has sent it.
+        """
+        transfer = self._returning.receive(into, stage)
+
+        def arrived() -> Tensor:
+            transfer.wait()
+            return into
+
+        return arrived
 
     def _stage_of(self, layer: int) -> int:
         return next(stage for stage, held in enumerate(self._layers) if layer <= held.stop)

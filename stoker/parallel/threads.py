@@ -8,11 +8,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from stoker.parallel.collectives import ExchangeFailed, Transfer, exchanging, sum_in_order
+from stoker.parallel.collectives import ExchangeFailed, LateTransfer, Transfer, exchanging, sum_in_order
 
 _TIMEOUT_S = 60.0  # a rank that fails closes the world, so that this is for bugs only
 
@@ -81,7 +82,10 @@ class ThreadCollectives:
         self._world.box(self._me, self._ranks[rank]).put(x.clone())
         return _Delivered()
 
-    def receive(self, into: Tensor, rank: int) -> None:
+    def receive(self, into: Tensor, rank: int) -> Transfer:
+        return LateTransfer(partial(self._take, into, rank))
+
+    def _take(self, into: Tensor, rank: int) -> None:
         found = self._world.box(self._ranks[rank], self._me).get(timeout=_TIMEOUT_S)
         if found is None:
             raise ExchangeFailed(f"rank {self._ranks[rank]} is closed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stoker.parallel.collectives import Collectives, Transfer
+from stoker.parallel.collectives import Collectives, LateTransfer, Transfer
 
 
 class HostCollectives:
@@ -30,10 +30,15 @@ class HostCollectives:
     def send(self, x: Tensor, rank: int) -> Transfer:
         return self._on_host.send(x.cpu(), rank)
 
-    def receive(self, into: Tensor, rank: int) -> None:
+    def receive(self, into: Tensor, rank: int) -> Transfer:
         received = into.new_empty(into.shape, device="cpu")
-        self._on_host.receive(received, rank)
-        into.copy_(received)
+        transfer = self._on_host.receive(received, rank)
+
+        def take() -> None:
+            transfer.wait()
+            into.copy_(received)
+
+        return LateTransfer(take)
 
     def close(self) -> None:
         self._on_host.close()

@@ -18,6 +18,9 @@ ADMIN_ROLE_PATH = "/admin/role"
 ADMIN_SCALE_PATH = "/admin/scale"
 ADMIN_CANARIES_PATH = "/admin/canaries"
 ADMIN_REQUESTS_PATH = "/admin/requests"
+ADMIN_UPGRADE_PATH = "/admin/upgrade"
+ADMIN_UPGRADE_HOLD_PATH = "/admin/upgrade/hold"
+ADMIN_UPGRADE_RELEASE_PATH = "/admin/upgrade/release"
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +126,18 @@ class ScaleWishes(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[ScaleDecision] = []
 
 
+class UpgradeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The upgrade of a fleet that was asked for, and the one that runs or ran last."""
+
+    board: str = ""  # another one after each restart of the gateway, which then counts from 1 again
+    number: int = 0  # counts the upgrades that were asked for at the gateway
+    workers: list[str] = []  # of the last one that was asked for; empty: all
+    followed: bool = False  # something carries out what is asked for, such as `stoker up`
+    running: bool = False
+    outcome: str = ""  # how the last one ended
+    lines: list[str] = []  # what it has done, the latest last
+
+
 class CanaryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A share of a name's requests that goes to another model, and how that model compares with the rest."""
 
@@ -215,4 +230,5 @@ decode_worker_list = msgspec.json.Decoder(WorkerList).decode
 decode_scale_wishes = msgspec.json.Decoder(ScaleWishes).decode
 decode_canary_list = msgspec.json.Decoder(CanaryList).decode
 decode_request_outcomes = msgspec.json.Decoder(RequestOutcomes).decode
+decode_upgrade_status = msgspec.json.Decoder(UpgradeStatus).decode
 decode_miss_list = msgspec.json.Decoder(MissList).decode

@@ -5,7 +5,7 @@ Some fields are dataclasses of the scheduler and the settings. msgspec encodes t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -223,6 +223,9 @@ FromEngine = Prepared | EngineInfo | EngineStats | Beat | LoadProgress | StartFa
 # ---- between a worker and its gateways
 
 WorkerRole = Literal["unified", "prefill", "decode"]
+# A gateway divides by some of these numbers, so a description with others is refused.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,9 +262,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     role: WorkerRole
     models: list[str]
     fingerprint: str
-    block_tokens: int
-    num_blocks: int
-    max_model_tokens: int
+    block_tokens: PositiveCount
+    num_blocks: Count
+    max_model_tokens: PositiveCount
     events: str | None
     replay: str | None
     tokenizer: str  # digest of the contents of `TokenizerFiles`

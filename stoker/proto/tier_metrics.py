@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 TIER_LABEL = "tier"
@@ -43,8 +45,11 @@ TIER_METRICS = (
 
 
 def read_tier_metrics(page: str) -> dict[str, dict[str, float]]:
-    """Return the values on a `/metrics` page by tier and by `TierMetric.name`."""
+    """Return the values on a `/metrics` page by tier and by `TierMetric.name`. What is no number is left out."""
     tiers: dict[str, dict[str, float]] = {}
-    for name, tier, value in _SAMPLE.findall(page):
-        tiers.setdefault(tier, {})[name.removesuffix(_COUNTER_SUFFIX)] = float(value)
+    for name, tier, text in _SAMPLE.findall(page):
+        with suppress(ValueError):
+            value = float(text)
+            if math.isfinite(value):
+                tiers.setdefault(tier, {})[name.removesuffix(_COUNTER_SUFFIX)] = value
     return tiers

@@ -2,6 +2,9 @@
 
 A pipeline's step has one of `_STAGE_PARTS` parts of the prompt tokens that its stages could compute, and at least the minimum.
 So neighbouring steps take similar times, and no stage waits for a long step between short ones.
+
+Prompts alone take as long as one stage needs for all of their steps, and the time of the largest step once more for each later
+stage. So the more stages there are, the more small steps pay, although each step has a fixed cost.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ _MAX_COUNTED = 256  # waiting sequences whose tokens are counted in each mixed s
 
 _STAGE_PARTS = 16
 # Without sequences that decode, steps need not be as similar, and larger ones cost less per token.
-_STAGE_PARTS_ALONE = 4
+_STAGE_PARTS_ALONE = 6
 _MIN_STAGE_TOKENS = 64
+_MIN_ALL_STAGES_TOKENS = 256  # the minimum of a step without sequences that decode, times the number of stages
 
 
 def plans_in_flight(stages: int) -> int:
@@ -81,8 +85,11 @@ class StepBudget:
         if stages == 1:
             return limit
         startable = prefill_tokens + self._uncached_waiting(min(_MAX_COUNTED, self._rows.num_free))
-        parts = stages * (_STAGE_PARTS if num_decodes else _STAGE_PARTS_ALONE)
-        return min(limit, num_decodes + max(_MIN_STAGE_TOKENS, -(-startable // parts)))
+        if num_decodes:
+            parts, least = stages * _STAGE_PARTS, _MIN_STAGE_TOKENS
+        else:
+            parts, least = stages * _STAGE_PARTS_ALONE, max(_MIN_STAGE_TOKENS, _MIN_ALL_STAGES_TOKENS // stages)
+        return min(limit, num_decodes + max(least, -(-startable // parts)))
 
     def _uncached_waiting(self, max_sequences: int) -> int:
         """Return how many prompt tokens are left to compute of at most `max_sequences` sequences that wait."""

@@ -153,6 +153,11 @@ class RollingUpgrade:
                 )
             self._check_canaries()
             if self.now() >= until_s:
+                if not self._is_back(name):
+                    raise UpgradeStopped(
+                        f"{name} was ready after its upgrade, and is not any more; look at its log. The workers after it were not "
+                        "touched"
+                    )
                 if verdict.numbers["canary_requests"] < self.limits.canary.min_requests:
                     self.say(f"{name}: not compared with the other workers: {verdict.reason}")
                 return

@@ -30,6 +30,7 @@ from stoker.up.scale_link import ScaleLink
 from stoker.up.state import RunDir
 from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, describe_exit
 from stoker.up.terminal import Terminal
+from stoker.up.upgrade_link import UpgradeLink, upgrade_command
 
 EXIT_INTERRUPTED = 130
 _CANNOT_RUN = 127  # as a shell reports a program that does not exist
@@ -83,13 +84,14 @@ class SupervisedFleet:
         self._listen_to_signals()
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                scaling = self._tasks.create_task(self._scale())
+                followers = [self._tasks.create_task(one) for one in (self._scale(), self._follow_upgrades())]
                 while not self.supervisor.is_over:
                     await self._carry_out()
                     self._write_state()
                     if not self.supervisor.is_over:  # if no part was running, no exit event will come
                         await self._wait()
-                scaling.cancel()
+                for follower in followers:
+                    follower.cancel()
         finally:
             for process in self._processes.values():
                 process.stop(StopMode.KILL)
@@ -222,13 +224,19 @@ class SupervisedFleet:
                             return
                 await asyncio.sleep(_PROBE_S)
 
-    # ---- workers that the autoscaler starts and ends
+    # ---- what the gateway asks for
 
     async def _scale(self) -> None:
         """Follow the gateway's autoscaler, if it starts and ends workers."""
         if self.plan.is_scaled:
             dry_run = self.up.scale == "dry_run"
             await ScaleLink(self.plan.gateway.url, self.admin_token, self, self.terminal.say, dry_run).run()
+
+    async def _follow_upgrades(self) -> None:
+        """Upgrade the workers when the dashboard asks for it."""
+        url = self.plan.gateway.url
+        command = upgrade_command(url, str(self.admin_token_file))
+        await UpgradeLink(url, self.admin_token, command, self.terminal.say).run()
 
     def slots(self) -> list[WorkerSlot]:
         """Return all workers that run or could run."""

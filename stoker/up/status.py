@@ -29,7 +29,7 @@ from stoker.proto.fleet_state import FleetState
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, RequestSigner
 from stoker.proto.tier_metrics import read_tier_metrics
 from stoker.up.supervisor import Phase
-from stoker.up.terminal import table
+from stoker.up.terminal import printable, table
 
 _T = TypeVar("_T")
 
@@ -170,7 +170,7 @@ async def _tiers(session: aiohttp.ClientSession, part: PartStatus, key: FleetKey
                 headers = {AUTH_HEADER: signer.sign(b"GET", _METRICS_PATH.encode(), b"").decode()}
             async with session.get(part.address + _METRICS_PATH, headers=headers, ssl=False) as answer:
                 if answer.status != 401 or signer is None:
-                    return read_tier_metrics(await answer.text())
+                    return read_tier_metrics(await answer.text(errors="replace"))
                 signer.learn(answer.headers.get(CHALLENGE_HEADER, "").encode())
         return {}
     except (aiohttp.ClientError, TimeoutError, OSError):
@@ -217,7 +217,7 @@ def format_status(status: FleetStatus) -> str:
     tiers = [_tier_row(part.name, tier, metrics) for part in status.parts for tier, metrics in part.tiers.items()]
     if tiers:
         lines += ["", table(("WORKER", "TIER", "BLOCKS", "USED", "OF", "HITS", "MISSES", "EVICTED", "ERRORS"), tiers)]
-    return "\n".join(lines)
+    return "\n".join(printable(line) for text in lines for line in text.split("\n"))
 
 
 def _tier_row(part: str, tier: str, metrics: dict[str, float]) -> Sequence[str]:

@@ -61,6 +61,11 @@ curl -s{insecure} {plan.gateway.url}/v1/chat/completions -H 'Content-Type: appli
         )
 
 
+def printable(text: str) -> str:
+    """Return text that cannot control the terminal: names come from workers, which may be at fault."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return aligned columns as text."""
     lines = [head, *rows]

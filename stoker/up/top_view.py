@@ -13,6 +13,7 @@ import msgspec
 from stoker.base.errors import ConfigError
 from stoker.proto import admin_api as api
 from stoker.proto.admin_api import GatewayStatus, NowAnswer, SeriesAnswer, WorkerStatus
+from stoker.up.terminal import printable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BAD, _GOOD, _WARN, _DIM, _BOLD, _END = "\033[31m", "\033[32m", "\033[33m", "\033[2m", "\033[1m", "\033[0m"
@@ -66,7 +67,7 @@ def top_lines(state: TopState, look: TopLook) -> list[str]:
         text = f"Process {number} of {state.status.processes} does not answer: the numbers are without it."
         lines.append(paint(_BAD, _cut(text, width)))
     lines.append("")
-    lines += [paint.bold(line) for line in _wrapped(_plain(state.now.bottleneck), width)]
+    lines += [paint.bold(line) for line in _wrapped(printable(state.now.bottleneck), width)]
     lines += ["", *_numbers(state, width, look, paint), ""]
     lines += _fleet(state.workers, width, paint)
     if look.height is not None and len(lines) > look.height:
@@ -93,7 +94,7 @@ def _head(state: TopState, width: int, paint: _Paint) -> str:
     status = state.status
     process = f", {status.processes} processes" if status.processes > 1 else ""
     draining = ", draining" if status.draining else ""
-    text = f"stoker {_plain(status.version)}  {_plain(state.url)}  up {_duration(status.uptime_s)}{process}{draining}"
+    text = f"stoker {printable(status.version)}  {printable(state.url)}  up {_duration(status.uptime_s)}{process}{draining}"
     return paint.dim(_cut(text, width))
 
 
@@ -101,7 +102,7 @@ def _numbers(state: TopState, width: int, look: TopLook, paint: _Paint) -> list[
     """Return one line for each number: its name, its value in the last minute, and its last minutes as bars."""
     now, values = state.now, state.now.values
     share = _ratio(values.get("goodput_per_s"), values.get("requests_per_s"))
-    money = f"{60 * (values.get('saved') or 0):.2f} {_plain(now.currency)}/h" if now.has_prices else "no prices"
+    money = f"{60 * (values.get('saved') or 0):.2f} {printable(now.currency)}/h" if now.has_prices else "no prices"
     ttft_bad = (values.get("ttft_p95_ms") or 0) > now.ttft_goal_ms
     itl_bad = (values.get("itl_p95_ms") or 0) > now.itl_goal_ms
     rows = [
@@ -141,7 +142,7 @@ def _numbers(state: TopState, width: int, look: TopLook, paint: _Paint) -> list[
 def _fleet(workers: Sequence[WorkerStatus], width: int, paint: _Paint) -> list[str]:
     if not workers:
         return ["No worker is connected."]
-    name_width = max(len("WORKER"), *(len(_plain(one.worker)) for one in workers))
+    name_width = max(len("WORKER"), *(len(printable(one.worker)) for one in workers))
     name_width = min(name_width, width // 2)
     # Columns that do not fit are left out, the last ones first.
     columns = [("ROLE", 8), ("STATE", 9), ("REQ", 5), ("KV", 5), ("RUN", 5), ("WAIT", 5), ("BACKLOG", 8), ("FLIGHT", 8)]
@@ -156,7 +157,7 @@ def _fleet(workers: Sequence[WorkerStatus], width: int, paint: _Paint) -> list[s
     lines = [paint.bold("WORKER".ljust(name_width) + "".join(f" {name:>{size}}" for name, size in shown))]
     for one in sorted(workers, key=lambda worker: (worker.role, worker.worker)):
         cells = _cells(one)
-        name = _plain(one.worker)
+        name = printable(one.worker)
         # Names differ at their end: in the number of a machine, or in the port.
         line = (name if len(name) <= name_width else "…" + name[1 - name_width :]).ljust(name_width)
         for name, size in shown:
@@ -169,7 +170,7 @@ def _fleet(workers: Sequence[WorkerStatus], width: int, paint: _Paint) -> list[s
 def _cells(one: WorkerStatus) -> dict[str, str]:
     report = one.report
     return {
-        "ROLE": _plain(one.role),
+        "ROLE": printable(one.role),
         "STATE": one.health,
         "REQ": _count(one.reserved.requests),
         "KV": "-" if report is None else _percent(report.kv_used) + ("!" if report.kv_used >= _FULL_KV else ""),
@@ -191,10 +192,6 @@ def _spark(values: Sequence[float | None], width: int) -> str:
     return "".join(
         " " if value is None else _BARS[min(int(len(_BARS) * value / most), len(_BARS) - 1)] for value in latest
     )
-
-
-def _plain(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _cut(text: str, width: int) -> str:

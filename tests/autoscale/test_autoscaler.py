@@ -342,7 +342,17 @@ def test_no_workers_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"low": 1.0}, {"max_workers": 2, "min_workers": 3}, {"mode": "maybe"}, {"ttft_s": 0}, {"confirm": 0}]
+    "wrong",
+    [
+        {"low": 1.0},
+        {"max_workers": 2, "min_workers": 3},
+        {"max_workers": 2, "min_prefill": 3},
+        {"max_workers": 2, "min_decode": 3},
+        {"mode": "maybe"},
+        {"ttft_s": 0},
+        {"ttft_s": math.nan},
+        {"confirm": 0},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="autoscale"):

@@ -75,6 +75,8 @@ def _break(folder: Path, how: str) -> None:
         second.write_bytes(b"<html>" * 100)
     elif how == "other shard":
         second.write_bytes(first.read_bytes())
+    elif how == "doubled tensor":
+        save_file({name: np.ones(3, np.float32) for name in ("w1", "w2")}, second)
     elif how == "no map":
         (folder / INDEX).write_text("{}")
     elif how == "bad map":
@@ -99,6 +101,7 @@ def _break(folder: Path, how: str) -> None:
         ("bad head", r"model-00002.* is not a complete .*Expecting value"),
         ("web page", r"model-00002.* is not a complete .*a header of \d+ bytes in a file of 600"),
         ("other shard", r"model-00002.* has no tensor 'w2'"),
+        ("doubled tensor", r"the tensor 'w1' is in model-00001-of-00002\.safetensors and in model-00002-of-00002"),
         ("no map", r"index\.json: its weight_map cannot be read"),
         ("bad map", r"index\.json: its weight_map"),
         ("bad dtype", r"model-00002.*'w2'.*F99"),

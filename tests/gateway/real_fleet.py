@@ -45,6 +45,7 @@ class Process:
     log_path: Path
     port: int = 0
     process: subprocess.Popen[str] | None = None
+    environ: dict[str, str] = field(default_factory=dict)  # what differs from this process
 
     @property
     def url(self) -> str:
@@ -53,7 +54,8 @@ class Process:
     def start(self, start_s: float = 180.0) -> None:
         command = [STOKER, *self.arguments, "--port", str(self.port)]
         with self.log_path.open("a") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            environ = {**os.environ, **self.environ}
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environ)
         watchdog = threading.Timer(start_s, self.process.kill)
         watchdog.start()
         assert self.process.stdout is not None

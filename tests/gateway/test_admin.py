@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
@@ -27,6 +27,7 @@ from stoker.gateway.key_settings import PriceSettings
 from stoker.gateway.path.dialects.dialect import resuming_dialects
 from stoker.gateway.path.moves import Moves
 from stoker.gateway.path.upstream import Upstreams
+from stoker.gateway.upgrades import UpgradeBoard
 from stoker.proto.admin_api import GatewayStatus, ScaleWishes
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
@@ -71,6 +72,7 @@ class World:
             self.admission,
             self,
             duties,
+            UpgradeBoard(clock, "board"),
             wishes,
             clock,
             status,
@@ -229,3 +231,20 @@ def test_the_misses_of_many_keys_are_bounded() -> None:
     found = totals.report()
     assert len(found.keys) == 4097
     assert sum(one.prompt_tokens for one in found.keys) == 5000
+
+
+def test_an_upgrade_is_asked_for_held_and_released() -> None:
+    world = World()
+    assert world.ask("POST", "/admin/upgrade", "worker=b:2")["workers"] == ["b:2"]
+    with pytest.raises(NotFound, match="no worker 'z:9'"):
+        world.reply("POST", "/admin/upgrade", "worker=z:9")
+    assert world.ask("POST", "/admin/upgrade/hold", "holder=me&line=a%3A1%3A+empty")["running"]
+    with pytest.raises(Overloaded, match="Another upgrade"):
+        world.reply("POST", "/admin/upgrade/hold", "holder=you")
+    for query in ("", "holder=", "holder=" + "x" * 200):
+        with pytest.raises(InvalidRequest, match="1 to 128 characters"):
+            world.reply("POST", "/admin/upgrade/hold", query)
+    seen = world.ask("GET", "/admin/upgrade", "follows=1")
+    assert (seen["number"], seen["followed"], seen["lines"]) == (1, True, ["a:1: empty"])
+    assert world.ask("POST", "/admin/upgrade/release", "holder=me&outcome=done")["outcome"] == "done"
+    assert world.reply("POST", "/admin/upgrade", token="wrong").status == 401

@@ -87,6 +87,45 @@ def test_the_last_worker_that_decodes_keeps_its_role() -> None:
     asyncio.run(main())
 
 
+def test_two_role_changes_at_once_leave_a_worker_that_decodes() -> None:
+    """Each waits for its worker's answer, so that both could have found the other one still decoding."""
+
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, FakeStoker(), dialect="stoker")
+            duties = duties_of(world)
+            changes = (duties.set_role(member(world, name), Role.PREFILL) for name in "ab")
+            refused = [one for one in await asyncio.gather(*changes, return_exceptions=True) if one is not None]
+            assert [getattr(one, "code", one) for one in refused] == ["last_decode_worker"]
+            assert (await world.ask(BODY, headers=ID)).status == 200
+
+    asyncio.run(main())
+
+
+def test_a_drain_waits_for_a_role_change_that_takes_its_target() -> None:
+    async def main() -> None:
+        async with World() as world:
+            held = FakeStoker(holds=asyncio.Event())
+            await world.add("a", held, dialect="stoker")
+            asked = asyncio.create_task(world.ask(BODY, headers=ID))
+            await until(lambda: world.moves.num_running(WorkerId("a")) == 1)
+            for name in "bc":
+                await world.add(name, FakeStoker(), dialect="stoker", role=Role.DECODE if name == "b" else Role.PREFILL)
+            duties = duties_of(world)
+            flip = asyncio.create_task(duties.set_role(member(world, "b"), Role.PREFILL))
+            await asyncio.sleep(0)  # the worker is being told
+            with pytest.raises(StokerError) as refused:
+                await duties.drain(member(world, "a"), move=True)
+            assert refused.value.code == "no_move_target"
+            await flip
+            assert held.holds is not None
+            held.holds.set()
+            assert (await asked).status == 200
+
+    asyncio.run(main())
+
+
 def test_servers_of_other_kinds_keep_their_role() -> None:
     async def main() -> None:
         async with World() as world:

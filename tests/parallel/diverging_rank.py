@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -44,11 +45,17 @@ def no_memory() -> None:
     part.blocks_per_set = refuse
 
 
+def no_weights() -> None:
+    """A drive that does not answer."""
+    part._load_model = lambda *args: time.sleep(3600)  # type: ignore[assignment, func-returns-value]
+
+
 HOW: dict[str, Callable[[], None]] = {
     "tokens": wrong_tokens,
     "plan": wrong_plan,
     "settings": wrong_settings,
     "memory": no_memory,
+    "drive": no_weights,
 }
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from stoker.parallel.gloo import GlooCollectives, GlooWorld
 from stoker.parallel.kv_frame import KvHint, KvUpdate, LeaseChange
 from stoker.parallel.plan_frame import Frame, RankCommand, decode, digest_of, encode
 from stoker.parallel.plan_transport import PlansStuck
-from stoker.parallel.rank_link import Kind, LinkMessage
+from stoker.parallel.rank_link import WAITS_FOR_RANKS, Kind, LinkMessage
 from stoker.parallel.rank_watch import CHECK_EVERY_S, RankWatch
 from stoker.parallel.ring import RingFiles, RingReader, RingWriter
 from stoker.sched.plan import BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
@@ -175,6 +175,19 @@ def test_a_silent_rank_is_named_and_a_late_check_blames_no_one() -> None:
     assert late.check(100.0) is None  # this process did not run; nor could it read the beats
 
 
+def test_a_rank_whose_start_does_not_go_on_is_named() -> None:
+    """Its heartbeats go on. While it waits for other ranks, it is not to blame."""
+    watch, now = RankWatch(4, 4.0, 10.0, 0.0), 0.0
+    while now < 40.0:
+        now += CHECK_EVERY_S
+        watch.received(1, LinkMessage(Kind.BEAT, int(now / 8)), now)
+        watch.received(2, LinkMessage(Kind.BEAT, WAITS_FOR_RANKS), now)
+        watch.received(3, LinkMessage(Kind.BEAT, min(7, int(now))), now)
+        verdict = watch.check(now)
+        assert (verdict is None) == (now < 17.0)
+    assert watch.verdict == "rank 3 is lost: its start made no progress for 10.0 s (limit 10 s)"
+
+
 def test_the_first_reason_counts() -> None:
     watch = RankWatch(3, 4.0, 60.0, 0.0)
     watch.ended(1, -9)
@@ -224,9 +237,45 @@ def test_a_rank_that_waits_gets_an_error_when_its_group_is_closed(how: str) -> N
     closing = threading.Timer(0.5, groups[0].close)
     closing.start()
     with pytest.raises(ExchangeFailed):
-        _ = groups[0].gather(torch.ones(3)) if how == "gather" else groups[0].receive(torch.ones(3), 1)
+        _ = groups[0].gather(torch.ones(3)) if how == "gather" else groups[0].receive(torch.ones(3), 1).wait()
     closing.join()
     groups[1].close()
+
+
+def test_a_tensor_arrives_before_it_is_waited_for() -> None:
+    """Otherwise the sender would wait for a receiver that computes something else. Tensors arrive in the order of their start."""
+    groups = gloo_pair()
+    first, second = torch.zeros(1 << 20), torch.zeros(3)
+    transfers = [groups[0].receive(into, 1) for into in (first, second)]
+    for value, into in ((1.0, first), (2.0, second)):
+        groups[1].send(torch.full_like(into, value), 0).wait()
+    give_up_s = time.monotonic() + 30.0
+    while second[0] != 2.0 and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert first[0] == first[-1] == 1.0
+    for transfer in transfers:
+        transfer.wait()
+    assert second.tolist() == [2.0] * 3
+    for group in groups.values():
+        group.close()
+
+
+def test_a_group_can_be_closed_while_a_tensor_is_expected() -> None:
+    """As when a rank is lost between two steps. Nothing waits for the tensor any more."""
+    groups = gloo_pair()
+    expected = [groups[0].receive(torch.zeros(3), 1)]
+    for group in groups.values():
+        group.close()
+    ended = threading.Event()
+
+    def forget() -> None:
+        expected.clear()
+        groups.clear()
+        ended.set()
+
+    del group
+    threading.Thread(target=forget, daemon=True).start()
+    assert ended.wait(30.0), "the destructor of the group waits for the tensor"
 
 
 def test_a_rank_waits_for_a_slow_one() -> None:
@@ -241,7 +290,7 @@ def test_a_rank_waits_for_a_slow_one() -> None:
 
     slow = threading.Thread(target=be_slow)
     slow.start()
-    groups[0].receive(got, 1)
+    groups[0].receive(got, 1).wait()
     assert got.tolist() == [1.0, 1.0, 1.0]
     assert len(groups[0].gather(got)) == 2
     slow.join(60)

@@ -9,14 +9,16 @@ import sys
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from stoker.base.config import RankSettings
+from stoker.base.config import NodeSettings, RankSettings
 from stoker.base.errors import ConfigError, StokerError
 from stoker.engine.llm import LLM
+from stoker.engine.ranks import rank_processes
 from stoker.engine.ranks.rank_processes import RankProcesses
 from stoker.parallel.plan_transport import PlansStuck
 from stoker.parallel.rank_watch import RankLost
@@ -140,6 +142,17 @@ def test_a_rank_that_fails_at_its_start_says_why(dense: Path) -> None:
     ranks = RankProcesses(command=(*DIVERGING, "memory"))
     with pytest.raises(RankLost, match=r"rank 1 failed: .*no room for this rank"):
         LLM(dense, settings(LAYOUTS["tp2"]), ranks=ranks)
+    assert not any(map(is_running, ranks.pids.values()))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_it_loads_is_named(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeats go on. The limit is above the time of its imports on a busy machine."""
+    monkeypatch.setattr(rank_processes, "_START_S", 30.0)
+    ranks = RankProcesses(command=(*DIVERGING, "drive"))
+    engine = replace(settings(LAYOUTS["tp2"]), nodes=NodeSettings(wait_s=0.1))
+    with pytest.raises(RankLost, match=r"rank 1 is lost: its start made no progress for 30\.\d s"):
+        LLM(dense, engine, ranks=ranks)
     assert not any(map(is_running, ranks.pids.values()))
 
 

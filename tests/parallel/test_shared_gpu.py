@@ -58,7 +58,7 @@ def test_collectives_through_the_host_are_those_of_the_host() -> None:
         x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (10 if rank else 1)
         into = torch.zeros(2)
         sent = group.send(x[0], 1 - rank)
-        group.receive(into, 1 - rank)
+        group.receive(into, 1 - rank).wait()
         sent.wait()
         found[rank] = [torch.stack(group.gather(x)), group.sum(x.clone()), torch.stack(group.swap(x)), into]
 

@@ -82,7 +82,7 @@ class VirtualRanks:
         for thread in self._threads:
             thread.start()
         self._commands = RankCommands(self)
-        return RankedRunner(runner, self._commands, is_deferred=self._places[0].stages.is_deferred)
+        return RankedRunner(runner, self._commands, self._places[0].tells_when_to_sample)
 
     def other_kv(self, wake: Callable[[], None]) -> RankKv:
         self._kv = RankKv(self._commands, len(self.parts), wake)

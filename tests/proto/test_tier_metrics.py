@@ -28,3 +28,11 @@ def test_a_value_that_is_not_known_is_left_out() -> None:
     stats = msgspec.convert(numbered(EngineStats) | {"tiers": [tier]}, EngineStats)
     metrics = WorkerMetrics(lambda: "m", lambda: stats, lambda: True, lambda: 0, lambda: 0)
     assert "read_bytes_per_second" not in read_tier_metrics(metrics.render().decode())["disk"]
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    page = "".join(
+        f'stoker_kv_tier_{name}{{tier="disk"}} {value}\n'
+        for name, value in (("blocks", "many"), ("hits_total", "NaN"), ("misses_total", "+Inf"), ("errors_total", "2"))
+    )
+    assert read_tier_metrics(page) == {"disk": {"errors": 2.0}}

@@ -163,6 +163,20 @@ def test_the_stages_of_a_long_pipeline_are_rarely_idle(seed: int) -> None:
         assert busy_s / (last_s - first_s) > 0.97, f"stage {stage}"
 
 
+@pytest.mark.parametrize(("stages", "num_prompt", "ratio"), [(2, 2000, 1.23), (2, 16_000, 1.14), (8, 16_000, 1.3)])
+def test_a_prompt_alone_keeps_all_stages_busy(stages: int, num_prompt: int, ratio: float) -> None:
+    """`ratio` is the time over that of one stage for all tokens. A step has a fixed cost of 16 tokens, as on a CPU."""
+    scheduler = Scheduler(SchedulerConfig(16, 2048, 8, stages=stages), BlockPool(2000))
+    scheduler.add(request(1, num_prompt=num_prompt, max_new=1))
+    sizes = []
+    while (plan := scheduler.plan()) is not None:
+        sizes.append(plan.num_tokens)
+        scheduler.commit(result_of(plan))
+    assert sum(sizes) == num_prompt
+    times = [16 + size for size in sizes]
+    assert sum(times) + (stages - 1) * max(times) < num_prompt * ratio
+
+
 def _fields(one: GenerateRequest) -> dict[str, object]:
     return {
         name: getattr(one, name) for name in ("request_id", "token_ids", "num_prompt", "sampling", "max_new_tokens")

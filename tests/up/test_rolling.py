@@ -28,6 +28,7 @@ class Fleet:
     stuck: str = ""
     stuck_after: str = ""  # this worker cannot be drained after its upgrade
     broken: str = ""  # this worker does not get ready
+    dies: str = ""  # this worker ends while it is watched
     bad: str = ""  # requests on this worker fail after its upgrade
     upgraded: set[str] = field(default_factory=set)
     slow: str = ""  # this worker is slow after its upgrade
@@ -99,6 +100,8 @@ class Fleet:
             if name not in self.draining and self.worker(name) is not None:
                 ms = 900.0 if name == self.slow and name in self.upgraded else 100.0
                 self.requests.setdefault(name, []).extend((self.now + i * 1e-6, ms + i) for i in range(10))
+        if self.dies in self.upgraded and self.now > self.down_until[self.dies] + 3.0:
+            self.down_until[self.dies] = float("inf")
         for name in self.draining:
             if self.running[name]:
                 self.running[name] = 0
@@ -126,6 +129,16 @@ def test_a_worker_that_does_not_get_ready_stops_the_upgrade() -> None:
     with pytest.raises(UpgradeStopped, match="b:1 does not get ready after 60 s; look at its log"):
         fleet.upgrade().run(fleet.names)
     assert fleet.upgraded == {"a:1", "b:1"}
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_a_worker_that_ends_while_it_is_watched_stops_the_upgrade(registers: bool) -> None:
+    """Without traffic no request fails. The next worker must not be drained: it may be the last one."""
+    fleet = Fleet(dies="b:1", registers=registers)
+    with pytest.raises(UpgradeStopped, match="b:1 was ready after its upgrade, and is not any more"):
+        fleet.upgrade().run(fleet.names)
+    assert fleet.upgraded == {"a:1", "b:1"}
+    assert "c:1" not in fleet.draining
 
 
 def test_failing_requests_stop_the_upgrade_and_drain_the_worker() -> None:

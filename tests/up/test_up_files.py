@@ -231,3 +231,11 @@ stoker_running_requests 3.0
     assert "up for 1 h 1 min" in text
     assert "1 in flight, KV 50%" in text
     assert text.splitlines()[-2].split() == ["decode-0", "host", "1,234", "1.00", "GiB", "-", "-", "-", "-", "0"]
+
+
+def test_names_of_models_and_tiers_cannot_control_the_terminal() -> None:
+    tiers = {"host\033[2J": {"blocks": 1.0}}
+    part = PartStatus("decode-0", "decode", "http://x:1\r", "ready", 7, 2, load={"requests": 1}, tiers=tiers)
+    text = format_status(FleetStatus("http://g", True, None, [part], models=["m\033]0;title\007"]))
+    assert all(char.isprintable() or char == "\n" for char in text)
+    assert "host?[2J" in text

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -96,42 +96,50 @@ class RealFleet:
             self.first_workers.append(worker)
             (folder / f"{port}.pid").write_text(str(worker.pid))
         options = [f"--worker=http://127.0.0.1:{port},dialect=openai" for port in self.workers]
-        self.gateway = subprocess.Popen(
-            [
-                *self.stoker("gateway"),
-                "--port",
-                str(self.port),
-                "--store",
-                "none",
-                *options,
-                *self.admin,
-                "--no-request-log",
-                "--policy",
-                "round_robin",  # the other policies keep equal prompts where they are cached
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        self.gateway_command = [
+            *self.stoker("gateway"),
+            "--port",
+            str(self.port),
+            "--store",
+            "none",
+            *options,
+            *self.admin,
+            "--no-request-log",
+            "--policy",
+            "round_robin",  # the other policies keep equal prompts where they are cached
+        ]
+        self.gateway = self._start_gateway()
         self.stopping = threading.Event()
         self.answered = 0
         self.failed = 0
         self.lock = threading.Lock()
         self.clients = [threading.Thread(target=self._ask_always) for _ in range(3)]
 
+    def _start_gateway(self) -> subprocess.Popen[bytes]:
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(self.gateway_command, stdout=quiet, stderr=quiet)
+
+    def restart_gateway(self) -> None:
+        self.gateway.kill()
+        self.gateway.wait()
+        self.gateway = self._start_gateway()
+
+    @staticmethod
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
     @staticmethod
     def stoker(*words: str) -> list[str]:
         return [sys.executable, "-m", "stoker.cli.main", *words]
 
     def begin(self) -> None:
-        deadline_s = time.monotonic() + 60
-        while sum(one["usable"] and bool(one["models"]) for one in self.fleet()) < len(self.workers):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        self.wait(lambda: sum(one["usable"] and bool(one["models"]) for one in self.fleet()) == len(self.workers))
         for client in self.clients:
             client.start()
-        while self.answered < 20:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        self.wait(lambda: self.answered >= 20)
 
     def fleet(self) -> list[dict[str, Any]]:
         request = urllib.request.Request(
@@ -152,15 +160,22 @@ class RealFleet:
             except urllib.error.HTTPError as error:
                 with error:
                     good = False
+            except OSError:  # a test restarts the gateway
+                good = False
             with self.lock:
                 self.answered += good
                 self.failed += not good
             time.sleep(0.02)
 
     def upgrade(self) -> subprocess.CompletedProcess[str]:
+        with self.upgrading() as process:
+            output, errors = process.communicate(timeout=240)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def upgrading(self) -> subprocess.Popen[str]:
         restart = f"{sys.executable} {self.folder / 'restart.py'} {self.folder} {{port}}"
         url = f"http://127.0.0.1:{self.port}"
-        return subprocess.run(
+        return subprocess.Popen(
             [
                 *self.stoker("upgrade"),
                 "--url",
@@ -173,10 +188,9 @@ class RealFleet:
                 "--restart",
                 restart,
             ],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=240,
-            check=False,
         )
 
     def restarted(self) -> list[int]:
@@ -231,8 +245,32 @@ def test_a_version_that_answers_errors_stops_the_upgrade(fleet: RealFleet) -> No
         f"127.0.0.1:{second}": False,
     }
     answered = fleet.answered
-    deadline_s = time.monotonic() + 60
-    while fleet.answered < answered + 20:  # the old version serves on
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    fleet.wait(lambda: fleet.answered >= answered + 20)  # the old version serves on
     assert fleet.failed == 0, "the gateway sent the failed requests to the other worker"
+
+
+@pytest.mark.slow
+def test_a_second_upgrade_is_refused_and_a_restarted_gateway_does_not_end_the_first(fleet: RealFleet) -> None:
+    with fleet.upgrading() as first:
+        fleet.wait(lambda: fleet.restarted() == fleet.workers[:1])
+        second = fleet.upgrade()
+        assert second.returncode == 2, second.stderr
+        assert "Another upgrade of this fleet runs" in second.stderr
+        fleet.restart_gateway()
+        _, errors = first.communicate(timeout=240)
+    assert first.returncode == 0, errors
+    assert fleet.restarted() == fleet.workers
+    assert [one["draining"] for one in fleet.fleet()] == [False, False]
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_in_the_middle_of_an_upgrade_stops_it(fleet: RealFleet) -> None:
+    """The upgraded worker ends while it is watched, and nothing restarts it."""
+    with fleet.upgrading() as upgrade:
+        fleet.wait(lambda: fleet.restarted() == fleet.workers[:1])
+        fleet.wait(lambda: all(one["usable"] for one in fleet.fleet()))
+        os.kill(int((fleet.folder / f"{fleet.workers[0]}.pid").read_text()), signal.SIGKILL)
+        _, errors = upgrade.communicate(timeout=240)
+    assert upgrade.returncode == 1, errors
+    assert fleet.restarted() == fleet.workers[:1], "the only worker that is left keeps serving"
+    assert not next(one for one in fleet.fleet() if one["worker"].endswith(str(fleet.workers[1])))["draining"]

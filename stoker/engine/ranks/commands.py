@@ -83,9 +83,9 @@ class RankedStep:
 class RankedRunner:
     """Rank 0's runner: every command goes to all ranks first."""
 
-    def __init__(self, runner: Runner, commands: RankCommands, is_deferred: bool) -> None:
-        """`is_deferred`: sampling waits for later stages, so that its place in the order of the commands is not fixed."""
-        self._runner, self._commands, self._is_deferred = runner, commands, is_deferred
+    def __init__(self, runner: Runner, commands: RankCommands, tells_when_to_sample: bool) -> None:
+        """`tells_when_to_sample`: see RankPlace. The place of sampling in the order of the commands is then not fixed."""
+        self._runner, self._commands, self._tells = runner, commands, tells_when_to_sample
         self._ranks = commands.ranks
 
     def launch(self, plan: StepPlan) -> RankedStep:
@@ -95,7 +95,7 @@ class RankedRunner:
             pending = self._runner.launch(plan)
         except ExchangeFailed as error:
             raise self._ranks.explain(error) from error
-        return RankedStep(pending, number, self._commands, self._send_finish if self._is_deferred else None)
+        return RankedStep(pending, number, self._commands, self._send_finish if self._tells else None)
 
     def warm_up(self) -> None:
         self._commands.send(RankCommand.WARM_UP)

@@ -31,6 +31,11 @@ class RankPlace:
     stages: Stages
     agree_on: Callable[[int], int]
 
+    @property
+    def tells_when_to_sample(self) -> bool:
+        """True if other ranks of the first stage sample too, some time after the launch of a step. Rank 0 tells them when."""
+        return self.stages.is_deferred and self.layout.tp > 1
+
 
 ALONE_PLACE = RankPlace(0, RankLayout(), WHOLE, ALONE, ONE_STAGE, lambda number: number)
 

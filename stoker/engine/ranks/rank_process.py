@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -18,6 +18,7 @@ from stoker.base import garbage
 from stoker.base.config import EngineSettings
 from stoker.base.errors import StokerError
 from stoker.engine.ranks.rank_base import LocalBase, NodeBase, RankBase, tell_end
+from stoker.engine.ranks.start_progress import StartProgress
 from stoker.parallel.channel import PlainChannel
 from stoker.parallel.collectives import ExchangeFailed
 from stoker.parallel.rank_link import Kind, LinkEnd, LinkMessage, RankLink
@@ -80,19 +81,26 @@ def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable
         base = NodeBase(starter, settings, rank, rank_facts(source, settings))
         add_link(base.link)
         settings = base.settings
-    link = base.link
-    threading.Thread(target=_beat, args=(base,), name="beat", daemon=True).start()
+    link, progress = base.link, StartProgress()
+    threading.Thread(target=_beat, args=(base, progress), name="beat", daemon=True).start()
     meeting = base.order().table(Kind.MEET)
     met = connect_ranks(
         rank, source, family, settings, resolved, meeting["host"], meeting["port"], interface=base.interface
     )
-    part = build_part(family, source, settings, resolved, met.place, AbsentGrammars())
+
+    def agree_on(number: int) -> int:
+        with progress.working(False):
+            return met.place.agree_on(number)
+
+    place = replace(met.place, agree_on=agree_on)
+    with progress.working():
+        part = build_part(family, source, settings, resolved, place, AbsentGrammars(), progress.advance)
     options = (identity_of(family, source, part), rank, meeting["engine_id"], tier_share(family, part), link.send)
     kv = RankKvPart(settings, part.kv, *options)
     link.send(LinkMessage(Kind.READY, text=kv.server.address if kv.server is not None else ""))
     if (message := base.order()).kind is not Kind.START:
         raise StokerError(f"expected START from rank 0, got {message.kind.name}")
-    stages = met.place.stages
+    stages = place.stages
     loop = RankLoop(
         part.runner,
         kv,
@@ -113,8 +121,6 @@ def run_rank(starter: RankLink, arguments: Mapping[str, Any], add_link: Callable
 
 def rank_device(resolved: Any, rank: int, ranks_per_gpu: int = 1) -> Any:
     """Return the settings with the GPU of a rank of this machine. Rank 0 has the first."""
-    from dataclasses import replace
-
     import torch
 
     if resolved.device.type != "cuda":
@@ -136,11 +142,11 @@ def settings_from(cls: type[T], table: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
-def _beat(base: RankBase) -> None:
+def _beat(base: RankBase, progress: StartProgress) -> None:
     stop = threading.Event()
     with suppress(LinkEnd):
         while not stop.wait(_BEAT_EVERY_S):
-            base.link.send(LinkMessage(Kind.BEAT))
+            base.link.send(LinkMessage(Kind.BEAT, progress.value))
     base.end_silently()
 
 

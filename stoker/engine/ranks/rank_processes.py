@@ -118,7 +118,7 @@ class RankProcesses:
         for link in self._links.values():
             link.send(LinkMessage(Kind.START))
         self._commands = RankCommands(self)
-        return RankedRunner(runner, self._commands, is_deferred=self._connections.place.stages.is_deferred)
+        return RankedRunner(runner, self._commands, self._connections.place.tells_when_to_sample)
 
     def other_kv(self, wake: Callable[[], None]) -> RankKv:
         assert self._commands is not None, "drive() comes first"

@@ -40,7 +40,8 @@ class SentTurn(msgspec.Struct, eq=False, gc=False):
     answer_tokens: int
     last_key: Key | None  # of its last full block
     size: int  # in hashes
-    num_anchors: int = 0  # under which it is remembered
+    anchors: Sequence[Hashable] = ()
+    num_anchors: int = 0  # under which it is still remembered
 
     @classmethod
     def of(
@@ -144,21 +145,36 @@ class TurnMemory:
 
         `likely` is what `before` returned. If the turn continues it, no other one is compared.
         """
-        anchors = _anchors(tenant, model, turn)
         best = None if likely is None else _continued((likely,), turn)
-        if best is None:
-            candidates = [one for anchor in anchors for one in self._anchored.get(anchor, ())]
-            best = _continued(candidates, turn) or _closest(dict.fromkeys(candidates), turn, keys)
-        before = None if best is None or best.relation == "unrelated" else best.earlier
-        for anchor in anchors:
-            self._put(anchor, turn, before)
-        if anchors and turn.last_key is not None:
+        if best is not None and _has_same_anchors(best.earlier, turn):
+            before: SentTurn | None = best.earlier
+            turn.anchors = best.earlier.anchors
+            self._put_in_place(turn, best.earlier)
+        else:
+            turn.anchors = _anchors(tenant, model, turn)
+            if best is None:
+                candidates = [one for anchor in turn.anchors for one in self._anchored.get(anchor, ())]
+                best = _continued(candidates, turn) or _closest(dict.fromkeys(candidates), turn, keys)
+            before = None if best is None or best.relation == "unrelated" else best.earlier
+            for anchor in turn.anchors:
+                self._put(anchor, turn, before)
+        if turn.num_anchors and turn.last_key is not None:
             self._ends[turn.last_key] = tenant, model, turn
         while self._num_hashes > self._max_hashes and self._anchored:
             _, dropped = self._anchored.popitem(last=False)
             for one in dropped:
                 self._dropped(one)
         return None if before is None else best
+
+    def _put_in_place(self, turn: SentTurn, before: SentTurn) -> None:
+        """Store a turn in place of the one that it continues, under the anchors that still have that one."""
+        for anchor in turn.anchors:
+            turns = self._anchored.get(anchor)
+            if turns is not None and before in turns:
+                self._anchored.move_to_end(anchor)
+                turns[turns.index(before)] = turn
+                self._added(turn)
+                self._dropped(before)
 
     def _put(self, anchor: Hashable, turn: SentTurn, before: SentTurn | None) -> None:
         turns = self._anchored.get(anchor)
@@ -172,6 +188,9 @@ class TurnMemory:
             elif len(turns) >= _PER_ANCHOR:
                 self._dropped(turns.pop(0))  # other anchors may still have it
             turns.append(turn)
+        self._added(turn)
+
+    def _added(self, turn: SentTurn) -> None:
         turn.num_anchors += 1
         self._num_hashes += turn.size
 
@@ -222,6 +241,12 @@ def _closeness(found: Comparison, turn: SentTurn) -> tuple[int, int]:
     if found.relation == "continued":
         return _RANKS["continued"], len(old.messages)
     return _RANKS[found.relation], len(set(old.messages).intersection(new.messages))
+
+
+def _has_same_anchors(before: SentTurn, turn: SentTurn) -> bool:
+    """Return True if a turn that continues another one has the same anchors."""
+    old = before.parts
+    return before.session == turn.session and old is not None and len(old.messages) >= _ANCHORED_MESSAGES
 
 
 def _anchors(tenant: str, model: str, turn: SentTurn) -> list[Hashable]:

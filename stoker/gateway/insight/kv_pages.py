@@ -91,12 +91,9 @@ class KvPages:
         block_tokens = (report.block_tokens if report else None) or 0
         num_blocks = (report.num_blocks if report else None) or 0
         tiers, numbers = ({}, {}) if page is None else _numbers(page.decode("utf-8", "replace"))
-        per_block = [one["used_bytes"] / one["blocks"] for one in tiers.values() if one.get("blocks")]
-        tier_blocks = sum(
-            one.get("capacity_bytes", 0.0) * one["blocks"] / one["used_bytes"]
-            for one in tiers.values()
-            if one.get("used_bytes") and one.get("blocks")
-        )
+        filled = [one for one in tiers.values() if one.get("used_bytes") and one.get("blocks")]
+        per_block = [one["used_bytes"] / one["blocks"] for one in filled]
+        tier_blocks = sum(one.get("capacity_bytes", 0.0) * one["blocks"] / one["used_bytes"] for one in filled)
         return {
             "worker": member.worker_id,
             "role": member.spec.role.value,

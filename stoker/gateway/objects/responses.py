@@ -20,7 +20,7 @@ from stoker.base.log import EventLog
 from stoker.base.long_task import TaskErrors
 from stoker.gateway.admission.admission import rate_limited
 from stoker.gateway.admission.api_keys import ApiKeys, Caller
-from stoker.gateway.api.client_body import EndpointKind, check_utf8, client_fields, fields
+from stoker.gateway.api.client_body import EndpointKind, check_num_values, check_utf8, client_fields, fields
 from stoker.gateway.api.reply import JSON, Reply, json_reply, method_not_allowed
 from stoker.gateway.http import BodyBudget, HttpRequest, InternalRequest, RequestHead, internal_head
 from stoker.gateway.objects import response_table as table
@@ -236,6 +236,7 @@ class StoredResponses:
     async def _begin_background(
         self, client: HttpRequest, state: _StateFields, row: StoredResponse, run: bytes
     ) -> None:
+        check_num_values(run, "input")
         body = decode(ResponsesRequest, run)
         response = ResponseObject.of(body, row.id, int(row.created_s), self._model_of(body.model))
         response.status, response.background, response.store = "queued", True, True

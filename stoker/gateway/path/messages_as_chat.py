@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from stoker.base.volatile_lines import without_volatile
-from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
+from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, check_num_values, parse
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.legs import Legs
 from stoker.proto.anthropic.messages import MessagesRequest
@@ -58,6 +58,7 @@ async def run_as_chat(dialect: _Runs, call: Call, legs: Legs, volatile_lines: Se
 
 def _chat_envelope(envelope: RequestEnvelope, volatile_lines: Sequence[str]) -> tuple[RequestEnvelope, bool]:
     """Return the request as chat, and whether the client wants to see the model's thinking."""
+    check_num_values(envelope.raw, "messages")
     given = decode(MessagesRequest, envelope.raw)
     chat = to_chat(given)
     body: dict[str, Any] = {

@@ -102,6 +102,14 @@ def http_error(error: BaseException, server: str) -> HttpError:
     return HttpError(form.status, body, headers)
 
 
+def error_code(answer: bytes) -> str:
+    """Return the code of an error answer, or an empty text if it has none."""
+    try:
+        return msgspec.json.decode(answer, type=ErrorAnswer).error.code or ""
+    except msgspec.DecodeError:
+        return ""
+
+
 def error_message(answer: bytes) -> str:
     """Return the message of an error answer, or the answer itself if it has another form."""
     try:

@@ -122,7 +122,7 @@ def test_white_space_is_part_of_an_input(
     grammar = TextGrammar(syntax, pattern if syntax == "regex" else f"start: /{pattern}/")
     tools = [custom_tool("f", grammar)]
     spec, render = spec_of(tool, tools=tools), TOOL_PARSERS.get(tool).render
-    for text in ("\t", "\tx", "x\t", "\t\tx\t\t", "\n\tx\n\t\n", " \t x \t ", "\r\n\tx\r\n", "\n", ""):
+    for text in ("\t", "\tx", "x\t", "\t\tx\t\t", "\n\tx\n\t\n", " \t x \t", "\r\n\tx\r\n", "\n", ""):
         written = render([("f", custom_arguments(text))])
         assert takes(grammars, tokenizer, spec, written), text
         [(_, arguments)] = calls_in(tool, written, tools)

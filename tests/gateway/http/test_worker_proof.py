@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -103,11 +104,11 @@ def test_an_impostor_that_takes_the_port_of_a_worker_gets_no_prompt() -> None:
         thief = SignedWorker(OTHER_KEY)
 
         async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            thief.seen.append((await reader.readuntil(b"\r\n\r\n"), b""))
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-            await writer.drain()
-            thief.seen.append((b"after", await reader.read()))
-            writer.close()
+            with contextlib.closing(writer):  # also when the test ends first
+                thief.seen.append((await reader.readuntil(b"\r\n\r\n"), b""))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                await writer.drain()
+                thief.seen.append((b"after", await reader.read()))
 
         async with await asyncio.start_server(take, "127.0.0.1", port):
             with pytest.raises(Unreachable, match="secret"):

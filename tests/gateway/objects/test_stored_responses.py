@@ -440,6 +440,14 @@ async def test_a_body_of_very_many_parts_is_refused(
             assert says in got.json["error"]["message"]
 
 
+async def test_a_background_response_with_very_many_tools_is_refused(tmp_path: Path) -> None:
+    async with stored_world(tmp_path / "s.db", FakeResponses()) as world:
+        body = b'{"model":"m","background":true,"input":"x","tools":[%b{}]}' % (b"{}," * 100_001)
+        got = await send_bytes(world, PATH, body)
+        assert got.status == 400
+        assert "100000 values" in got.json["error"]["message"]
+
+
 async def send_bytes(world: World, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Got:
     sent = await world.client.send(b"POST", path.encode(), headers, body, connect_s=LONG_S, head_s=LONG_S)
     return await _got(sent)
@@ -596,3 +604,28 @@ async def test_a_response_of_a_revoked_key_is_not_taken_over(tmp_path: Path) -> 
             await asyncio.sleep(0.05)
         assert survivor.workers["w"].bodies == []
         begun.cancel()
+
+
+async def test_a_response_that_is_deleted_in_mid_stream_leaves_nothing(tmp_path: Path) -> None:
+    script = FakeResponses(hold=asyncio.Event())
+    async with stored_world(tmp_path / "s.db", script) as world:
+        objects = world.gateway._parts.objects
+        first = asyncio.create_task(create(world, {"input": "a", "background": True, "stream": True}))
+        await until(lambda: world.workers["w"].num_running == 1)
+        [response_id] = objects.responses.runs._tasks
+        second = asyncio.create_task(call(world, "GET", f"{PATH}/{response_id}?stream=true&starting_after=1"))
+        await until(lambda: objects.responses._streams._num_open["default"] == 2)
+        assert (await call(world, "DELETE", f"{PATH}/{response_id}")).json["deleted"] is True
+        assert (await call(world, "DELETE", f"{PATH}/{response_id}")).status == 404
+        for stream in (first, second):
+            kinds = [event["type"] for event in events_of((await stream).body)]
+            assert "response.completed" not in kinds
+        await until(lambda: world.workers["w"].num_running == 0 and not objects.responses.runs._tasks)
+        left = await objects._store.read(
+            lambda reader: (
+                [list(reader.execute(f"SELECT COUNT(*) FROM {name}")) for name in ("responses", "response_events")]
+                + [list(reader.execute("SELECT SUM(num_bytes) FROM object_bytes"))]
+            )
+        )
+        assert left == [[(0,)], [(0,)], [(0,)]]
+        assert (await call(world, "GET", f"{PATH}/{response_id}?stream=true")).status == 404

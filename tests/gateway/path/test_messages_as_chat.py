@@ -208,3 +208,17 @@ def test_hostile_answers_of_a_foreign_worker_are_failures_not_tracebacks() -> No
             assert (await world.ask(ASK, PATH)).status == 502
 
     run(main())
+
+
+def test_a_body_of_very_many_blocks_is_refused() -> None:
+    """It would be decoded in the event loop, to be translated."""
+
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("w", answers({}), dialect="vllm")
+            content = [{"type": "text", "text": ""}] * 50_000
+            got = await world.ask(ASK | {"messages": [{"role": "user", "content": content}]}, PATH)
+            assert (got.status, worker.bodies) == (400, [])
+            assert "100000 values" in got.json["error"]["message"]
+
+    run(main())

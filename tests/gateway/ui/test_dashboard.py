@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,13 @@ def opened(browser: Browser, fleet: DemoFleet, seen: Seen, **options: Any) -> Pa
     page.keyboard.press("Enter")
     page.wait_for_selector("nav")
     return page
+
+
+def admin(fleet: DemoFleet, method: str, path: str, body: str = "") -> Any:
+    request = urllib.request.Request(f"{fleet.url}/admin/{path}", body.encode() or None, method=method)
+    request.add_header("authorization", f"Bearer {ADMIN}")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
 
 
 def show(page: Page, fleet: DemoFleet, name: str) -> None:
@@ -170,6 +180,53 @@ def test_roles_change_and_requests_move_only_where_the_gateway_can(browser: Brow
     page.close()
 
 
+@contextmanager
+def followed(fleet: DemoFleet) -> Iterator[None]:
+    """Ask for upgrades all the time, as `stoker up` does."""
+    stopping = threading.Event()
+
+    def follow() -> None:
+        while not stopping.wait(0.5):
+            admin(fleet, "GET", "upgrade?follows=1")
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        follower.join()
+
+
+def test_an_upgrade_is_offered_where_something_carries_it_out(browser: Browser, fleet: DemoFleet) -> None:
+    seen = Seen()
+    page = opened(browser, fleet, seen)
+    show(page, fleet, "fleet")
+    page.wait_for_selector("tbody button")
+    everything = page.get_by_role("button", name="Upgrade all workers")
+    assert everything.count() == 0
+    with followed(fleet):
+        everything.click()
+        page.locator("dialog .primary").click()
+        expect(page.locator("dialog")).to_have_count(0)
+        wished = admin(fleet, "GET", "upgrade")
+        assert (wished["number"], wished["workers"]) == (1, [])
+        admin(fleet, "POST", "upgrade/hold?holder=cli&line=w0%3A+empty%2C+restarting")
+        page.wait_for_selector(".badge:text('running')")
+        page.wait_for_selector("li:text('w0: empty, restarting')")
+        expect(everything).to_have_count(0)
+        admin(fleet, "POST", "upgrade/release?holder=cli&outcome=stopped%3A+w0+does+not+get+ready")
+        page.wait_for_selector("p:has-text('stopped: w0 does not get ready')")
+        worker = page.locator("tbody tr .name").first.inner_text()
+        page.locator("tbody tr").first.locator("summary").click()
+        page.get_by_role("button", name=f"Upgrade {worker}").click()
+        page.locator("dialog .primary").click()
+        expect(page.locator("dialog")).to_have_count(0)
+        assert admin(fleet, "GET", "upgrade")["workers"] == [worker]
+    assert seen == []
+    page.close()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_pages_fit_their_screen_and_have_no_serious_accessibility_findings(
@@ -226,8 +283,9 @@ def test_the_playground_shows_an_answer_with_its_numbers(browser: Browser, fleet
 
 
 def test_what_clients_send_is_never_run(browser: Browser, tmp_path: Path) -> None:
-    """Model names, sessions, request ids and answers are text, whatever they contain."""
+    """Names of models and workers, sessions, request ids and answers are text, whatever they contain."""
     with DemoFleet(tmp_path, 1, models=(HOSTILE,)) as hostile:
+        admin(hostile, "POST", "workers", json.dumps({"url": f"http://127.0.0.1:9/{HOSTILE}"}))
         hostile.play(2, 1, stop=HOSTILE, max_tokens=3)
         seen = Seen()
         page = opened(browser, hostile, seen)
@@ -236,6 +294,8 @@ def test_what_clients_send_is_never_run(browser: Browser, tmp_path: Path) -> Non
             page.wait_for_selector("text=/Reading/", state="detached")
             if name in ("fleet", "requests", "sessions"):
                 page.wait_for_selector(f"tbody :text({json.dumps(HOSTILE)})")
+            if name == "fleet":
+                page.wait_for_selector(f"tbody .name:text({json.dumps('127.0.0.1:9/' + HOSTILE)})")
         page.wait_for_selector("select option", state="attached")
         page.fill("#question", HOSTILE)
         page.click("text=Send")

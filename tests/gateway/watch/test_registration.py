@@ -113,9 +113,20 @@ def test_what_the_operator_wrote_counts_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"url": "nowhere"}, {"role": "boss"}, {"url": "http://h:99999"}, {"events": "http://h"}]
+    "changes",
+    [
+        {"url": "nowhere"},
+        {"role": "boss"},
+        {"url": "http://h:99999"},
+        {"events": "http://h"},
+        {"block_tokens": 0},
+        {"block_tokens": -16},
+        {"block_tokens": 1 << 60},
+        {"num_blocks": -1},
+        {"max_model_tokens": 0},
+    ],
 )
-def test_nonsense_is_refused(changes: dict[str, str]) -> None:
+def test_nonsense_is_refused(changes: dict[str, object]) -> None:
     world = World()
     with pytest.raises(InvalidRequest):
         world.say(**changes)

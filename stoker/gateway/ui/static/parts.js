@@ -118,12 +118,13 @@ export function Selection({ title, onClose, children }) {
   </section>`;
 }
 
-// Reads a path now and then every `everyMs`, while the page is visible. Returns [data, error, readAgain].
+// Reads a path now and then every `everyMs`, while the page is visible. Without a path, it reads nothing. Returns [data, error, readAgain].
 export function usePolled(path, everyMs) {
   const [data, setData] = useState(null);
   const [error, setError] = useState(null);
   const [round, setRound] = useState(0);
   useEffect(() => {
+    if (!path) return undefined;
     let isCurrent = true;
     let timer = 0;
     const read = async () => {

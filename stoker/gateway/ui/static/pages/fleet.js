@@ -11,6 +11,7 @@ const ROLES = [
   ["decode", "Decode workers", "generate after a prefill worker"],
 ];
 const FULL = 0.95;
+const SHOWN_LINES = 6;
 
 export function stateOf(worker) {
   if (worker.draining) return ["draining", "warn"];
@@ -54,9 +55,22 @@ const ACTIONS = [
   })),
 ];
 
+const UPGRADE = "/admin/upgrade";
+const STEPS = "It gets no new requests, its running requests continue on other workers, and it is restarted with the version that is installed now. Then it is watched.";
+
+// Restarts one worker, or all of them one after the other. `stoker up` does it, so it is offered only where that follows the gateway.
+const upgradeOf = (worker) => ({
+  name: worker ? "Upgrade" : "Upgrade all workers",
+  isMore: true,
+  title: worker ? null : "Upgrade all workers?",
+  applies: () => true,
+  text: () => (worker ? STEPS : `One worker after the other: ${STEPS} The first trouble stops the upgrade.`),
+  path: () => (worker ? `${UPGRADE}?${query({ worker })}` : UPGRADE),
+});
+
 const query = ({ worker, ...more }) => new URLSearchParams({ worker: worker.worker, ...more });
 
-function Pool({ role, workers, actions, ask }) {
+function Pool({ role, workers, actionsOf, ask }) {
   const [, title, what] = ROLES.find(([key]) => key === role) || [role, role, ""];
   const sum = (read) => workers.reduce((total, one) => total + (read(one) || 0), 0);
   const usable = workers.filter((one) => one.usable && !one.draining).length;
@@ -72,7 +86,7 @@ function Pool({ role, workers, actions, ask }) {
     { name: "KV in use", cell: (one) => html`<${Kv} worker=${one} />` },
     { name: "Prefill, tokens", number: true, cell: (one) => perSecond(one.prefill_tokens_per_s) },
     { name: "Decode step", number: true, cell: (one) => seconds(one.step_s) },
-    { name: "Actions", cell: (one) => html`<${Actions} worker=${one} actions=${actions} ask=${ask} />` },
+    { name: "Actions", cell: (one) => html`<${Actions} worker=${one} actions=${actionsOf(one)} ask=${ask} />` },
   ];
   return html`<${Panel} title=${`${title} (${usable} of ${workers.length} ready)`} note=${what}>
     <div class="tiles small">
@@ -96,6 +110,17 @@ function Actions({ worker, actions, ask }) {
   </span>`;
 }
 
+function Upgrade({ upgrade, ask }) {
+  const { running, followed, outcome, lines } = upgrade;
+  if (!running && !followed && !outcome) return null;
+  const state = running ? ["running", "warn"] : outcome.startsWith("stopped") || outcome === "interrupted" ? ["stopped", "bad"] : ["done", "good"];
+  const button = followed && !running && html`<button type="button" onClick=${() => ask(upgradeOf(null), null)}>Upgrade all workers</button>`;
+  return html`<${Panel} title="Upgrade" note="Restarts the workers one after the other, while the fleet serves." actions=${button}>
+    ${(running || outcome) && html`<p role="status"><span class=${`badge ${state[1]}`}>${state[0]}</span> ${outcome}</p>`}
+    ${lines.length > 0 && html`<ul class="lines">${lines.slice(-SHOWN_LINES).map((line) => html`<li>${line}</li>`)}</ul>`}
+  </${Panel}>`;
+}
+
 function Kv({ worker }) {
   if (!worker.report) return "–";
   const used = worker.report.kv_used;
@@ -104,23 +129,28 @@ function Kv({ worker }) {
 
 export function Fleet({ status }) {
   const [fleet, error, readAgain] = usePolled("/admin/fleet", 2000);
+  const canUpgrade = Boolean(status && status.changes.includes(UPGRADE));
+  const [upgrade, , readUpgrade] = usePolled(canUpgrade ? `${UPGRADE}?process=0` : null, 2000);
   const [question, setQuestion] = useState(null);
   const ask = (action, worker) =>
     setQuestion({
-      title: `${action.name}: ${worker.worker}?`,
+      title: action.title || `${action.name}: ${worker.worker}?`,
       text: action.text(worker),
       confirm: action.name,
       run: async () => {
         await post(action.path(worker));
         readAgain();
+        readUpgrade();
       },
     });
   if (!fleet) return html`<${Failure} error=${error} />${!error && html`<${Empty}>Reading the workers…</${Empty}>`}`;
   const actions = ACTIONS.filter((action) => status && status.changes.includes(action.needs));
+  const some = (worker) => (upgrade && upgrade.followed && !upgrade.running ? [...actions, upgradeOf(worker)] : actions);
   const roles = [...new Set([...ROLES.map(([role]) => role), ...fleet.workers.map((one) => one.role)])];
   const pools = roles.map((role) => [role, fleet.workers.filter((one) => one.role === role)]).filter(([, some]) => some.length);
   return html`<${Failure} error=${error} />
     ${!pools.length && html`<${Empty}>No worker is connected. Start one with <code>stoker serve --gateway URL --secret-file FILE</code>, or give the gateway its address with <code>--worker</code>.</${Empty}>`}
-    ${pools.map(([role, workers]) => html`<${Pool} key=${role} role=${role} workers=${workers} actions=${actions} ask=${ask} />`)}
+    ${upgrade && html`<${Upgrade} upgrade=${upgrade} ask=${ask} />`}
+    ${pools.map(([role, workers]) => html`<${Pool} key=${role} role=${role} workers=${workers} actionsOf=${some} ask=${ask} />`)}
     <${Confirm} question=${question} onClose=${() => setQuestion(null)} />`;
 }
