@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -74,12 +75,9 @@ def run(args: argparse.Namespace) -> Report:
         for layout in args.layouts:
             found = Report(details=report.details)
             _run_layout(layout, cases, args.repeats, Path(scratch), found)
-            errors = [one.value for one in found.results if one.metric in MEDIANS]
-            title = f"{layout}: {len(cases)} cases"
-            report.results += [
-                *found.results,
-                _against(title, "median error of the medians", "%", median(errors), 8.0, ""),
-            ]
+            report.results += [*found.results, _median(f"{layout}: {len(cases)} cases", found.results)]
+    if len(args.layouts) > 1:
+        report.results.append(_median(f"{len(args.layouts)} layouts, {len(cases)} cases", report.results))
     return report
 
 
@@ -148,6 +146,12 @@ def _compare(
             allowed = max(allowed, 100 * spread)
         notes = f"real {middle:.4g}, predicted {predicted[metric]:.4g}, spread of {len(real)} real runs {spread:.0%}"
         report.results.append(_against(f"{layout}: {case.title}", f"error of {metric}", unit, error, allowed, notes))
+
+
+def _median(case: str, results: Sequence[Result]) -> Result:
+    """Return the median of the errors of all medians."""
+    errors = [one.value for one in results if one.metric in MEDIANS]
+    return _against(case, "median error of the medians", "%", median(errors), 8.0, "")
 
 
 def _against(case: str, metric: str, unit: str, error: float, allowed: float, notes: str) -> Result:
