@@ -58,7 +58,7 @@ class UpgradeHold:
             self._post(ADMIN_UPGRADE_RELEASE_PATH, outcome=self._outcome)
 
     def say(self, line: str) -> None:
-        """Tell the operator, and whoever looks at the dashboard."""
+        """Tell the operator, in the terminal and on the dashboard."""
         self._tell(line)
         if self._renewing.is_alive():
             self._renew_once(line)

@@ -17,7 +17,7 @@ from stoker.base.log import EventLog
 from stoker.proto.admin_api import UpgradeStatus
 
 _HOLD_S = 30.0  # the holder renews every few seconds
-_FOLLOW_S = 15.0  # whoever carries out wishes asks for them every second
+_FOLLOW_S = 15.0  # `stoker up` asks for its tasks every second; after this time without a question, it is gone
 _KEPT_LINES = 20
 _LINE_CHARS = 500
 
