@@ -39,7 +39,7 @@ class UpgradeBoard:
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
 
     def status(self, *, follows: bool = False) -> UpgradeStatus:
-        """Return the state. `follows`: who asks carries out wishes."""
+        """Return the state. `follows`: the caller carries out wishes."""
         now = self.clock()
         if follows:
             self._followed_until_s = now + _FOLLOW_S

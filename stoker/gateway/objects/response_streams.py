@@ -17,8 +17,8 @@ from stoker.gateway.store.store import Transaction
 from stoker.gateway.store.store_threads import StoreThreads
 
 _SSE: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-_POLL_S = 0.25  # how soon the store is asked again for the events of a response that another gateway runs
-_MAX_POLL_S = 2.0  # and how soon if nothing has come for a while
+_POLL_S = 0.25  # before the next query for events of a response that another gateway runs
+_MAX_POLL_S = 2.0  # the same, if there were no events for a while
 _PER_RESPONSE = 4  # streams of a tenant for each background response that it may have
 
 

@@ -40,7 +40,7 @@ from stoker.proto.openai.decode import decode
 from stoker.proto.openai.responses import ResponseObject, ResponsesRequest
 
 PREFIX = b"/v1/responses/"
-_POLL_S = 0.25  # how often it is asked whether a cancelled response has ended
+_POLL_S = 0.25  # between two checks whether a cancelled response has ended
 _CANCEL_S = 5.0  # how long a cancelled response may take to end
 
 log = EventLog("responses")
