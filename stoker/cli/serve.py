@@ -28,6 +28,7 @@ from stoker.base.timeline import Timeline
 from stoker.cli.serve_node import serve_node
 from stoker.cli.serve_settings import SECTIONS, MembershipSettings, ServeSettings, for_network, serve_settings
 from stoker.cli.serving import EXIT_INTERRUPTED, Signals, drained, progress_line
+from stoker.worker.gateway_file import listed_gateways
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 if TYPE_CHECKING:
@@ -83,9 +84,9 @@ async def _serve(model: str | None, settings: ServeSettings) -> int:
     secret = read_fleet_secret(membership.secret_file, "--secret-file")
     check_exposure(endpoint.host, secret, membership.insecure)
     gateways = _gateways(membership.gateway)
-    network = _Network(
-        _fleet_host(membership.advertise, endpoint.host, gateways), gateways, secret, _api_key(membership)
-    )
+    listed = [] if membership.gateway_file is None else listed_gateways(membership.gateway_file)
+    host = _fleet_host(membership.advertise, endpoint.host, [*gateways, *listed])
+    network = _Network(host, gateways, membership.gateway_file, secret, _api_key(membership))
     listener = bound_socket(
         endpoint.host, endpoint.port
     )  # before the model is loaded, so that a taken port is noticed now
@@ -113,6 +114,7 @@ def _folder_named(model: str | None) -> Path | None:
 class _Network:
     host: str  # the name under which gateways reach this machine
     gateways: list[str]
+    gateway_file: Path | None
     secret: str | None
     api_key: str | None
 
@@ -232,7 +234,12 @@ async def _make_worker(
     )
     app = make_app(service, loaded.text, config, identity=identity)
     context = app[CONTEXT]
-    registrar = Registrar(network.gateways, lambda: registration(context, url, network.host), network.secret)
+    registrar = Registrar(
+        network.gateways,
+        lambda: registration(context, url, network.host),
+        network.secret,
+        gateway_file=network.gateway_file,
+    )
     switch = app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s, not server.no_move)
     return _Worker(context, make_runner(app), reporter, registrar, loader, switch)
 

@@ -158,6 +158,14 @@ class MembershipSettings:
         expected="URLs separated by commas",
         default_text="none",
     )
+    gateway_file: Path | None = setting(
+        None,
+        "File with more URLs of gateways to register with, one in each line. It is read again before each heartbeat, so "
+        "that gateways can be added, removed and moved without a restart.",
+        flag="--gateway-file",
+        metavar="FILE",
+        default_text="none",
+    )
     advertise: str | None = setting(
         None,
         "URL where gateways reach this worker.",

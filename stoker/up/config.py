@@ -36,6 +36,7 @@ _NAME_EXPECTED = "up to 41 letters, digits, '.', '_' and '-'"
 # Settings of `stoker serve` that `stoker up` sets itself, and what to use instead.
 _SET_BY_UP = {
     "gateway": "workers register with the fleet's own gateway",
+    "gateway_file": "workers register with the fleet's own gateway",
     "secret_file": "all processes of the fleet share one secret; choose it with [gateway] secret_file",
     "insecure": "the processes of the fleet share a secret, so no port is open",
     "advertise": "the processes of the fleet reach each other on this machine",

@@ -200,7 +200,7 @@ def test_a_worker_that_registers_is_known_to_every_process(tmp_path: Path, serve
         if leave:
             await registrar.leave()
         else:
-            for task in registrar._tasks:
+            for task in registrar._heartbeats.values():
                 task.cancel()
             await registrar._session.close()
 

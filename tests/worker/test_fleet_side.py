@@ -13,12 +13,14 @@ from fake_engine import BLOCK_TOKENS, MAX_MODEL_TOKENS, FakeService, byte_text
 from http_server import Server, run_server
 from signing import signed
 
+from stoker.base.errors import ConfigError
 from stoker.base.fleet_key import FleetKey
 from stoker.base.ids import WorkerId
 from stoker.proto.messages import WorkerInfo, WorkerRegistration, WorkerReport
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestVerifier
 from stoker.text.folder import text_digest
 from stoker.worker.config import HttpConfig
+from stoker.worker.gateway_file import listed_gateways
 from stoker.worker.identity import Identity
 from stoker.worker.register import Registrar
 
@@ -186,6 +188,40 @@ def test_registration_is_retried_after_a_failure() -> None:
             await registrar.leave()
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_worker_follows_its_file_of_gateways(tmp_path: Path) -> None:
+    file = tmp_path / "gateways"
+
+    async def main() -> None:
+        async with Gateway() as fixed, Gateway() as old, Gateway() as new:
+            file.write_text(f"{old.url}\n")
+            registrar = Registrar([fixed.url], lambda: NEWS, "s", heartbeat_s=0.01, gateway_file=file)
+            registrar.start()
+            await until(lambda: len(old.heard) > 1)
+            file.write_text("no URL\n")  # the gateways that are known stay
+            count = len(old.heard)
+            await until(lambda: len(old.heard) > count + 2)
+            file.write_text(f"{new.url}/\n")
+            await until(lambda: len(new.heard) > 1 and old.heard[-1][0] == "DELETE")
+            count = len(old.heard)
+            await registrar.leave()
+            assert len(old.heard) == count
+            assert new.heard[-1][0] == fixed.heard[-1][0] == "DELETE"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [(None, "cannot be read"), ("10.0.0.7:8000", "expected a URL such as http://")]
+)
+def test_a_wrong_file_of_gateways_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
+    file = tmp_path / "gateways"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=f"--gateway-file {file}.*{complaint}"):
+        listed_gateways(file)
 
 
 def test_without_gateways_nothing_happens() -> None:
