@@ -221,7 +221,7 @@ class Declared:
         if kind is bool:
             return "true or false"
         if kind not in (int, float):
-            words = ("a path", "a list of paths") if self._names_path else ("text", "a list of texts")
+            words = ("a path", "a list of paths") if self.names_path else ("text", "a list of texts")
             return words[self.shape.is_list]
         noun = "whole number" if kind is int else "number"
         noun = f"a list of {noun}s" if self.shape.is_list else f"a {noun}"
@@ -229,7 +229,8 @@ class Declared:
         return f"{noun}{unit}{_range_words(rule)}"
 
     @property
-    def _names_path(self) -> bool:
+    def names_path(self) -> bool:
+        """Return True if the value is a path."""
         return self.shape.inner is Path or self.setting.is_path
 
     @property

@@ -58,7 +58,7 @@ class GatewayAdmin:
         if args.url is not None:
             host_of_url("--url", args.url)
             url = args.url.rstrip("/")
-            fleets = [fleet for fleet in fleets if fleet.gateway_url == url]
+            fleets = [fleet for fleet in fleets if fleet.has_gateway(url)]
         elif not fleets:
             raise ConfigError("no fleet runs on this machine: name a gateway with --url and --admin-token-file")
         elif len(fleets) > 1:
@@ -66,6 +66,10 @@ class GatewayAdmin:
             raise ConfigError(f"{len(fleets)} fleets run on this machine: choose one with --url ({urls})")
         else:
             url = fleets[0].gateway_url
+            if not url:
+                raise ConfigError(
+                    "the gateway of the fleet has no address yet: `stoker status` shows what it waits for"
+                )
         if token is None and fleets:
             token = read_secret(expand_home(fleets[0].admin_token_file), "--admin-token-file")
         if token is None:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.url is not None:
         host_of_url("--url", args.url)
         url = args.url.rstrip("/")
-        ours = next((fleet for fleet in fleets if fleet.gateway_url == url), None)
+        ours = next((fleet for fleet in fleets if fleet.has_gateway(url)), None)
         token = token or (_token(ours.admin_token_file) if ours else None)
         secret = secret or (_token(ours.secret_file) if ours else None)
         statuses = [asyncio.run(fleet_status(url, token, ours, secret))]

@@ -38,6 +38,7 @@ is restarted. Ctrl-C stops everything in order, a second Ctrl-C at once. docs/op
 docs/settings.md lists all settings."""
 
 _LISTEN = ("listen.host", "listen.port")  # the gateway's settings that are flags of `stoker up` too
+_WRITTEN = ("recording.file",)  # settings of the gateway that name files which it writes
 _DEFAULT_MODEL_BYTES = 610 << 20  # the default model's weights in float32, and its embedding once more for the head
 
 
@@ -96,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace, machine: Machine, cache_dir: Path) -> FleetConfig:
-    from stoker.up.config import fleet_config
     from stoker.up.default import DefaultFleetSettings
+    from stoker.up.fleet_table import fleet_config
 
     given = given_flags(args, declared(DefaultFleetSettings))
     file = _fleet_file(args.target)
@@ -193,17 +194,35 @@ def _plan(
     from stoker.up.config import START
     from stoker.up.plan import Planner
 
-    master = _master_command(config.store.ssd_dir is not None) if config.store.mooncake == START else []
-    return Planner(config, serve_keys(), machine, models, paths, ports, master, placement.reach).plan(gateway)
+    planner = Planner(config, serve_keys(), machine, models, paths, ports, reach=placement.reach)
+    planner.gateway_files = _gateway_files()
+    if config.store.mooncake == START:
+        planner.master = _master_command(config)
+    return planner.plan(gateway)
 
 
-def _master_command(ssd: bool) -> list[str]:
-    """Return the command of a Mooncake master, without its ports."""
+def _gateway_files() -> list[tuple[str, ...]]:
+    """Return the settings of the gateway that name files which it reads."""
+    from stoker.gateway.config import GatewayConfig
+    from stoker.gateway.worker_option import WorkerSettings
+
+    in_tables = [one.path for one in declared(GatewayConfig) if one.names_path and one.key not in _WRITTEN]
+    of_workers = [("worker", *one.path) for one in declared(WorkerSettings) if one.names_path]
+    return [*in_tables, *of_workers]
+
+
+def _master_command(config: FleetConfig) -> list[str]:
+    """Return the command of a Mooncake master, without its addresses."""
     from stoker.kv.mooncake.master import program
+    from stoker.up.config import RAY
+    from stoker.up.part import PYTHON
 
-    command = [str(program()), "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1", "--logtostderr=true"]
-    command += ["--default_kv_lease_ttl=2000", "--client_ttl=10"]
-    return [*command, "--enable_offload=true", "--offload_on_evict=false"] if ssd else command
+    # Another machine may have the program at another path.
+    master = [PYTHON, "-m", "stoker.kv.mooncake.master"] if config.up.placement == RAY else [str(program())]
+    command = [*master, "--logtostderr=true", "--default_kv_lease_ttl=2000", "--client_ttl=10"]
+    return (
+        [*command, "--enable_offload=true", "--offload_on_evict=false"] if config.store.ssd_dir is not None else command
+    )
 
 
 def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:
@@ -220,6 +239,7 @@ def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:
 
 def _check(args: argparse.Namespace, ports: Ports) -> int:
     from stoker.checkpoint.source import default_cache_dir
+    from stoker.up.config import LOCAL
     from stoker.up.footprint import footprint_words
     from stoker.up.pair_numerics import pair_words
     from stoker.up.placement.local import LocalPlacement
@@ -230,14 +250,16 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     machine = _machine(cache_dir)
     config = _config(args, machine, cache_dir)
     gateway = _listening(config.gateway)
-    ports.take(gateway.host, gateway.port)
+    if config.up.gateway_placement == LOCAL:
+        ports.take(gateway.host, gateway.port)
     run_dir = Path("RUN")
     paths = FleetPaths(run_dir, run_dir / "secret", run_dir / "admin-token")
     models = _unresolved(config)
     plan = _plan(config, machine, models, paths, ports, gateway, LocalPlacement(os.environ))
     for line in (*footprint_words(config, models, machine), *pair_words(config, machine)):
         print_result(f"{line}\n")
-    print_result(table(("PROCESS", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
+    rows = [(part.name, part.role, part.address or "a Ray node") for part in plan.parts]
+    print_result(table(("PROCESS", "ROLE", "ADDRESS"), rows))
     for part in plan.parts:
         changes = "".join(f"{name}={shlex.quote(value)} " for name, value in part.env.items())
         spare = " (when the autoscaler wants it)" if part.spare else ""
@@ -252,7 +274,9 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
     from stoker.checkpoint.source import default_cache_dir
     from stoker.gateway.config import read_secret
     from stoker.up import toml
+    from stoker.up.config import LOCAL
     from stoker.up.footprint import footprint_words
+    from stoker.up.gateway_files import check_readable
     from stoker.up.pair_numerics import pair_words
     from stoker.up.plan import FleetPaths
     from stoker.up.run import SupervisedFleet
@@ -263,7 +287,7 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
     _clean_up_killed(state_dir / "fleets")
     machine = _machine(cache_dir)
     config = _config(args, machine, cache_dir)
-    gateway, run_dir = _reserve(_listening(config.gateway), ports, state_dir / "fleets")
+    gateway, run_dir = _reserve(config, ports, state_dir / "fleets")
     placement: Placement | None = None
     try:
         placement = _placement(config)
@@ -274,8 +298,11 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
         )
         models = _resolve(config, config.up.cache_dir or cache_dir, terminal)
         plan = _plan(config, machine, models, paths, ports, gateway, placement)
-        run_dir.write(paths.gateway_file.name, toml.dumps(plan.gateway_table))
-        log_dir = config.up.log_dir or state_dir / "logs" / str(gateway.port)
+        if config.up.gateway_placement == LOCAL:
+            run_dir.write(paths.gateway_file.name, toml.dumps(plan.gateway_table))
+        else:
+            check_readable(plan.gateway_table, _gateway_files())
+        log_dir = config.up.log_dir or state_dir / "logs" / run_dir.path.name
         try:
             log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -310,16 +337,21 @@ def _placement(config: FleetConfig) -> Placement:
     return local if config.up.placement == LOCAL else RayPlacement(config.up.ray_address, local)
 
 
-def _reserve(gateway: Listening, ports: Ports, fleets_dir: Path) -> tuple[Listening, RunDir]:
-    """Reserve the gateway's port, and the run folder that is named after it."""
+def _reserve(config: FleetConfig, ports: Ports, fleets_dir: Path) -> tuple[Listening, RunDir]:
+    """Reserve the gateway's port, if it listens on this machine, and the run folder that is named after it."""
+    from stoker.up.config import LOCAL
     from stoker.up.state import open_run_dir
 
+    gateway = _listening(config.gateway)
+    is_here = config.up.gateway_placement == LOCAL
     if not gateway.port:
-        gateway = replace(gateway, port=ports.take(gateway.host, 0))
-        return gateway, open_run_dir(fleets_dir, gateway.port)
+        # On another machine, the gateway gets a free port there. The folder needs a number all the same.
+        number = ports.take(gateway.host, 0)
+        return replace(gateway, port=number if is_here else 0), open_run_dir(fleets_dir, number)
     run_dir = open_run_dir(fleets_dir, gateway.port)  # first, because its error names the fleet that has the port
     try:
-        ports.take(gateway.host, gateway.port)
+        if is_here:
+            ports.take(gateway.host, gateway.port)
     except ConfigError:
         run_dir.remove()
         raise

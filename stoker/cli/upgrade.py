@@ -260,7 +260,7 @@ class _SupervisedRestart:
         from stoker.up.state import default_state_dir, living_fleets
 
         for fleet in living_fleets(default_state_dir(os.environ) / "fleets"):
-            if fleet.gateway_url == self._gateway_url:
+            if fleet.has_gateway(self._gateway_url):
                 return next(
                     (
                         part.pid

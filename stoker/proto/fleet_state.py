@@ -16,7 +16,8 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ""
     address: str = ""
     phase: str = ""
-    pid: int | None = None
+    pid: int | None = None  # on the machine of `stoker up`
+    nodes: list[str] = []  # addresses of its machines, if it runs on others
     restarts: int = 0
     answers: bool = True  # the last health check
     hangs: int = 0  # how often it was killed because it did not answer
@@ -27,13 +28,17 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int  # of `stoker up`
     started_at: float  # seconds since 1970
-    gateway_url: str
+    gateway_url: str  # the first gateway; empty until it is known where it runs
     admin_token_file: str = ""
     secret_file: str = ""
     store_name: str | None = None
     log_dir: str = ""
     models: list[str] = []
     parts: list[PartInfo] = []
+
+    def has_gateway(self, url: str) -> bool:
+        """Return True if the fleet runs the gateway at this URL."""
+        return self.gateway_url == url or any(part.kind == "gateway" and part.address == url for part in self.parts)
 
 
 def encode_fleet_state(state: FleetState) -> bytes:

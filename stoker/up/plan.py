@@ -8,73 +8,23 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stoker.base.address import join_address, local_host
 from stoker.base.errors import ConfigError
-from stoker.base.paths import expand_home
 from stoker.base.settings import Declared, merged
 from stoker.up.config import RAY, START, FleetConfig, FleetStore, WorkersConfig
+from stoker.up.gateway_files import Keys
 from stoker.up.machine import GIB, Machine
+from stoker.up.part import MOONCAKE, FleetPart, PartKind
 from stoker.up.ports import Ports
-from stoker.up.supervisor import PartRule
+from stoker.up.ray_plan import RayParts
 
 _LEAST_GPU_BYTES = 2 * GIB  # the least that an engine needs besides its weights
 _STORE_STOP_S = 10.0
 _AFTER_DRAIN_S = 15.0  # time to exit after a drain
-
-# Arguments of a command that are not known before it is known where the part runs. A placement fills them in.
-PYTHON, HOST, PORT, HEAD, NODE_RANK, SECRET_FILE = (
-    "<python>",
-    "<host>",
-    "<port>",
-    "<head>",
-    "<node-rank>",
-    "<secret-file>",
-)
-
-
-class PartKind(StrEnum):
-    """What a process of the fleet does."""
-
-    STORE = "store"
-    GATEWAY = "gateway"
-    WORKER = "worker"
-
-
-_START_RANKS = {PartKind.STORE: 0, PartKind.GATEWAY: 1, PartKind.WORKER: 2}
-_STOP_RANKS = {PartKind.GATEWAY: 0, PartKind.WORKER: 1, PartKind.STORE: 2}
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPart:
-    """One process of the fleet."""
-
-    name: str
-    kind: PartKind
-    role: str
-    command: tuple[str, ...]
-    address: str  # a URL, or HOST:PORT; empty until it is known where the part runs
-    ready_path: str | None  # the part is ready when this path answers 200; None: when it accepts a connection
-    stop_s: float
-    env: Mapping[str, str] = field(default_factory=dict)
-    health_url: str | None = None  # asked while the part runs; None: it is not asked
-    nodes: int = 1  # machines that its ranks are divided over
-    gpus_per_node: int = 1
-    device: str | None = None
-    files: Mapping[str, Path] = field(default_factory=dict)  # the names in the command are replaced by these paths
-    spare: bool = False  # it starts when the autoscaler wants it
-
-    def uses_gpus(self, are_there: bool) -> bool:
-        """Return True if each rank needs a GPU. `are_there`: there are some."""
-        return are_there if self.device is None else self.device.startswith("cuda")
-
-    @property
-    def rule(self) -> PartRule:
-        return PartRule(self.name, _START_RANKS[self.kind], _STOP_RANKS[self.kind], self.stop_s, self.spare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +39,12 @@ class FleetModel:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The address on which the gateway listens."""
+    """The address on which the gateway listens. On a machine that is not known yet, it is what the settings ask for."""
 
     host: str
     port: int
     tls: bool = False
     drain_s: float = 3600.0  # the notice to load balancers included
-
-    @property
-    def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{join_address(local_host(self.host), self.port)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +66,15 @@ class FleetPlan:
 
     parts: tuple[FleetPart, ...]
     gateway: Listening
-    gateway_table: dict[str, Any]  # the content of the gateway's file
+    gateway_table: dict[str, Any]  # the gateway's settings
     store_name: str | None  # name of the host tier's shared memory, which stays when its users exit
     models: tuple[str, ...]
     needs_api_key: bool  # whether clients need an API key
     is_scaled: bool = False  # the gateway's autoscaler starts and ends workers
+
+    @property
+    def gateways(self) -> list[FleetPart]:
+        return [part for part in self.parts if part.kind is PartKind.GATEWAY]
 
 
 @dataclass(slots=True)
@@ -137,8 +87,9 @@ class Planner:
     models: Mapping[str | None, FleetModel]
     paths: FleetPaths
     ports: Ports
-    master: Sequence[str] = ()  # the command of the Mooncake master, without its ports
+    master: Sequence[str] = ()  # the command of the Mooncake master, without its addresses
     reach: Callable[[str], str] = local_host  # where workers reach a server of this machine that listens on a host
+    gateway_files: Keys = ()  # the settings of the gateway that name files which it reads
 
     def plan(self, gateway: Listening) -> FleetPlan:
         """Return the plan. The gateway's port is already reserved, because the run folder is named after it."""
@@ -154,28 +105,30 @@ class Planner:
         mooncake = store.mooncake
         if mooncake == START:
             parts.append(self._master(gateway.port))
-            mooncake = parts[-1].address
+            mooncake = parts[-1].address or MOONCAKE
         tiers = _tier_options(store, name, mooncake)
-        workers = self._workers(gateway, tiers)
-        # The autoscaler's workers come and go, so that the gateway learns of them only when they register.
-        addressed = [] if self.config.is_scaled else [part for part in workers if part.address and not part.spare]
-        known = [{"url": part.address, "role": part.role} for part in addressed]
         table = merged(
             self.config.gateway,
-            {
-                "listen": {"host": gateway.host, "port": gateway.port},
-                "secret_file": str(self.paths.secret_file),
-                "admin_token_file": str(self.paths.admin_token_file),
-                # The workers also register themselves. Listed here, a restarted gateway knows them at once.
-                **({"worker": known} if known else {}),
-            },
+            {"secret_file": str(self.paths.secret_file), "admin_token_file": str(self.paths.admin_token_file)},
         )
-        parts.append(self._gateway(gateway))
-        parts += workers
+        gateways = self._gateways(gateway, table)
+        workers = self._workers(gateway, tiers, gateways)
+        if gateways[0].request is None:
+            # The autoscaler's workers come and go, so that the gateway learns of them only when they register.
+            addressed = [] if self.config.is_scaled else [part for part in workers if part.address and not part.spare]
+            known = [{"url": part.address, "role": part.role} for part in addressed]
+            # The workers also register themselves. Listed here, a restarted gateway knows them at once.
+            own = {"listen": {"host": gateway.host, "port": gateway.port}, **({"worker": known} if known else {})}
+            table = merged(table, own)
+        parts += [*gateways, *workers]
         served = dict.fromkeys(name for one in self.config.workers for name in self._served_names(one))
         return FleetPlan(
             tuple(parts), gateway, table, name, tuple(served), bool(table.get("key")), self.config.is_scaled
         )
+
+    @property
+    def _ray(self) -> RayParts:
+        return RayParts(self.config.up, self.paths.secret_file)
 
     def _served_names(self, workers: WorkersConfig) -> Sequence[str]:
         names: Sequence[str] = workers.options.get("served_name") or (self.models[workers.model].name,)
@@ -198,29 +151,41 @@ class Planner:
             )
 
     def _master(self, gateway_port: int) -> FleetPart:
+        if self.config.up.placement == RAY:
+            return self._ray.master(self.master, _STORE_STOP_S)
         host = "127.0.0.1"
         port = self.ports.take_after(host, gateway_port)
         metrics_port = self.ports.take_after(host, port)
-        command = (*self.master, f"--rpc_port={port}", f"--metrics_port={metrics_port}")
+        command = (*self.master, f"--rpc_address={host}", f"--rpc_port={port}")
+        command += (f"--metrics_host={host}", f"--metrics_port={metrics_port}")
         health_url = f"http://{join_address(host, metrics_port)}/health"
         address = join_address(host, port)
         return FleetPart(
             "mooncake", PartKind.STORE, "store", command, address, None, _STORE_STOP_S, health_url=health_url
         )
 
-    def _gateway(self, gateway: Listening) -> FleetPart:
-        command = (*_STOKER, "gateway", "--config", str(self.paths.gateway_file))
+    def _gateways(self, gateway: Listening, table: Mapping[str, Any]) -> list[FleetPart]:
         stop_s = gateway.drain_s + _AFTER_DRAIN_S
-        health_url = f"{gateway.url}/health"
-        return FleetPart(
-            "gateway", PartKind.GATEWAY, "gateway", command, gateway.url, "/health", stop_s, health_url=health_url
-        )
+        if gateway.tls and self.config.up.placement == RAY:
+            raise ConfigError(
+                'gateway.listen.tls_cert: with up.placement="ray", workers register with the gateway, which needs a plain port; '
+                "terminate TLS in front of it"
+            )
+        if self.config.up.gateway_placement == RAY:
+            return self._ray.gateways(table, gateway.port, self.gateway_files, stop_s)
+        command = (*_STOKER, "gateway", "--config", str(self.paths.gateway_file))
+        url = f"{'https' if gateway.tls else 'http'}://{join_address(self.reach(gateway.host), gateway.port)}"
+        return [
+            FleetPart(
+                "gateway", PartKind.GATEWAY, "gateway", command, url, "/health", stop_s, health_url=f"{url}/health"
+            )
+        ]
 
-    def _workers(self, gateway: Listening, tiers: Mapping[str, Any]) -> list[FleetPart]:
+    def _workers(self, gateway: Listening, tiers: Mapping[str, Any], gateways: Sequence[FleetPart]) -> list[FleetPart]:
         names = _part_names(self.config.workers)
         if self.config.up.placement == RAY:
             return [
-                self._placed_worker(gateway, workers, tiers, names.pop(0), number >= workers.count)
+                self._ray_worker(workers, tiers, names.pop(0), gateways, number >= workers.count)
                 for workers in self.config.workers
                 for number in range(workers.most)
             ]
@@ -235,7 +200,10 @@ class Planner:
                     port = self.ports.take(host, first + number if first else 0)
                 else:
                     port = self.ports.take_after(host, gateway.port)
-                options = self._common(gateway, workers.model) | _own_folder(tiers, name) | dict(workers.options)
+                options = self._common(workers.model) | _own_folder(tiers, name) | dict(workers.options)
+                # A TLS certificate is rarely valid for the local address, so workers do not register: the gateway's file has them.
+                if not gateway.tls:
+                    options["gateway"] = [gateways[0].address]
                 options |= {"role": workers.role, "host": host, "port": port}
                 if gpu is not None:
                     options |= {"device": f"cuda:{gpu}"}
@@ -258,41 +226,23 @@ class Planner:
                 )
         return parts
 
-    def _placed_worker(
-        self, gateway: Listening, workers: WorkersConfig, tiers: Mapping[str, Any], name: str, spare: bool
+    def _ray_worker(
+        self,
+        workers: WorkersConfig,
+        tiers: Mapping[str, Any],
+        name: str,
+        gateways: Sequence[FleetPart],
+        spare: bool,
     ) -> FleetPart:
-        """Return a worker that runs on a machine that is not known yet. Its model is found there, not here."""
-        if gateway.tls:
-            raise ConfigError(
-                'gateway.listen.tls_cert: with up.placement="ray", workers register with the gateway, which needs a plain port; '
-                "terminate TLS in front of it"
-            )
-        url = f"http://{join_address(self.reach(gateway.host), gateway.port)}"
-        options = self._common(gateway, workers.model) | _own_folder(tiers, name) | dict(workers.options)
-        options |= {"role": workers.role, "offline": self.config.up.offline, "gateway": [url]}
+        options = self._common(workers.model) | _own_folder(tiers, name) | dict(workers.options)
+        options |= {"role": workers.role, "offline": self.config.up.offline}
         for key in ("secret_file", "host", "port"):
             options.pop(key, None)
-        where = ["--host", HOST, "--port", PORT, "--secret-file", SECRET_FILE]
-        nodes = options.get("nodes", 1)
-        if nodes > 1:
-            where += ["--head", HEAD, "--node-rank", NODE_RANK]
-        return FleetPart(
-            name=name,
-            kind=PartKind.WORKER,
-            role=workers.role,
-            command=(PYTHON, *_STOKER[1:], "serve", *_named(workers.model), *self._flags(options), *where),
-            address="",
-            ready_path="/ready",
-            stop_s=options["drain_s"] + _AFTER_DRAIN_S,
-            env=workers.env,
-            nodes=nodes,
-            gpus_per_node=options.get("tp", 1) * options.get("pp", 1) // nodes // options.get("ranks_per_gpu", 1),
-            device=options.get("device"),
-            files={SECRET_FILE: self.paths.secret_file},
-            spare=spare,
-        )
+        stop_s = options["drain_s"] + _AFTER_DRAIN_S
+        names = [part.name for part in gateways]
+        return self._ray.worker(workers, name, self._flags(options), names, stop_s=stop_s, spare=spare)
 
-    def _common(self, gateway: Listening, model: str | None) -> dict[str, Any]:
+    def _common(self, model: str | None) -> dict[str, Any]:
         options: dict[str, Any] = {
             "served_name": [self.models[model].name],
             "drain_s": self.config.up.drain_s,
@@ -301,8 +251,7 @@ class Planner:
         }
         if self.config.up.cache_dir is not None:
             options["cache_dir"] = str(self.config.up.cache_dir)
-        # A TLS certificate is rarely valid for the local address, so workers do not register; the gateway has them in its file.
-        return options if gateway.tls else options | {"gateway": [gateway.url]}
+        return options
 
     def _gpu_share(self, workers: WorkersConfig, gpu: int, sharers: int) -> dict[str, Any]:
         """Give workers on the same GPU equal shares of its memory. A worker alone on a GPU takes what is free."""
@@ -324,14 +273,6 @@ class Planner:
         for key, value in options.items():
             flags += self.serve[key].arguments(value)
         return flags
-
-
-def _named(model: str | None) -> list[str]:
-    """Return the model as an argument. A folder of this machine must be at the same path on the others."""
-    if model is None:
-        return []
-    folder = expand_home(model)
-    return [str(folder.absolute()) if folder.exists() else model]
 
 
 _STOKER = (sys.executable, "-m", "stoker.cli.main")

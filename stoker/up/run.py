@@ -21,8 +21,10 @@ from stoker.base.errors import StokerError
 from stoker.proto.admin_api import ADMIN_FLEET_PATH, decode_worker_list
 from stoker.proto.fleet_state import FleetState, PartInfo
 from stoker.up.config import UpConfig
+from stoker.up.part import FleetPart, PartKind
+from stoker.up.part_addresses import PartAddresses
 from stoker.up.placement.contract import PlacedPart, Placement
-from stoker.up.plan import FleetPart, FleetPlan, PartKind
+from stoker.up.plan import FleetPlan
 from stoker.up.probing import ProbePolicy
 from stoker.up.rotating_file import RotatingFile
 from stoker.up.scale_follower import WorkerSlot
@@ -62,6 +64,7 @@ class SupervisedFleet:
     on_stopped: Callable[[], None]  # called when all parts have exited
     supervisor: Supervisor = field(init=False)
     _parts: dict[str, FleetPart] = field(init=False)
+    _addresses: PartAddresses = field(init=False)
     _logs: dict[str, RotatingFile] = field(init=False)
     _processes: dict[str, PlacedPart] = field(init=False, default_factory=dict)
     _tasks: asyncio.TaskGroup = field(init=False)
@@ -75,6 +78,7 @@ class SupervisedFleet:
         backoff = BackoffLimits(up.first_pause_s, up.longest_pause_s, healthy_s=up.healthy_s)
         restart_policy = RestartPolicy(backoff, ProbePolicy(up.silent_s), up.start_s)
         self._parts = {part.name: part for part in self.plan.parts}
+        self._addresses = PartAddresses(self.plan.parts)
         max_bytes, max_files = up.log_mib * (1 << 20), up.log_files
         self._logs = {name: RotatingFile(self._log_path(name), max_bytes, max_files) for name in self._parts}
         self.supervisor = Supervisor([part.rule for part in self.plan.parts], restart_policy)
@@ -110,7 +114,7 @@ class SupervisedFleet:
         for action in self.supervisor.actions(time.monotonic()):
             match action:
                 case StartPart(name=name):
-                    await self._start(self._parts[name])
+                    await self._start(self._addresses.resolved(name))
                 case StopPart(name=name, how=how):
                     self._say_stop(name, how)
                     if (process := self._processes.get(name)) is not None:
@@ -180,16 +184,27 @@ class SupervisedFleet:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while not await _is_ready(session, process.part):
-                if part.kind is PartKind.WORKER:
+                if part.kind is PartKind.WORKER or not process.part.address:
                     for line in process.log.new_lines():
                         self.terminal.say(f"{part.name}: {line}")
                 await asyncio.sleep(_PROBE_S)
         self.supervisor.ready(part.name, time.monotonic())
         self.terminal.say(f"{part.name}: ready at {process.part.address}")
+        self._tell_dependants(part.name, process.part.address)
         self._changed.set()
         if self.supervisor.all_ready and not self._welcomed and not self.supervisor.stopping:
             self._welcomed = True
             self._tasks.create_task(self._welcome())
+
+    def _tell_dependants(self, name: str, address: str) -> None:
+        """Give a part's address to the parts that depend on it, if it has changed."""
+        move = self._addresses.learn(name, address)
+        for change in move.changes:
+            if (process := self._processes.get(change.part)) is not None:
+                process.write(change.file, change.text)
+        for outdated in move.outdated:
+            self.terminal.say(f"{outdated}: will be restarted, because {name} has moved")
+            self.supervisor.renew(outdated)
 
     async def _welcome(self) -> None:
         await self._until_seen()
@@ -200,7 +215,12 @@ class SupervisedFleet:
             (part.name, part.role, part.address, places.get(part.name, "-"), self._log_path(part.name).name)
             for part in self._used_parts()
         ]
-        self.terminal.welcome(self.plan, rows, str(self.log_dir))
+        self.terminal.welcome(self.plan, self.gateway_url, str(self.admin_token_file), rows, str(self.log_dir))
+
+    @property
+    def gateway_url(self) -> str:
+        """The first gateway's address, or an empty text if it never ran."""
+        return next((self._addresses.of(part.name) for part in self.plan.gateways), "")
 
     def _placed_parts(self) -> list[FleetPart]:
         """Return all parts, with the addresses of those that run."""
@@ -211,18 +231,25 @@ class SupervisedFleet:
         return [part for part in self._placed_parts() if self.supervisor.parts[part.name].phase is not Phase.UNUSED]
 
     async def _until_seen(self) -> None:
-        """Wait until the gateway knows that all workers are ready."""
+        """Wait until all gateways know that all workers are ready."""
         until = time.monotonic() + _SEEN_S
         headers = {"Authorization": f"Bearer {self.admin_token}"}
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+            for part in self.plan.gateways:
+                while time.monotonic() < until and not self.supervisor.stopping:
+                    if await self._sees_all(session, self._addresses.of(part.name)):
+                        break
+                    await asyncio.sleep(_PROBE_S)
+
+    async def _sees_all(self, session: aiohttp.ClientSession, gateway_url: str) -> bool:
+        """Return True if the gateway knows that all workers are ready."""
         expected = {urlsplit(part.address).netloc for part in self._used_parts() if part.kind is PartKind.WORKER}
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S), headers=headers) as session:
-            while time.monotonic() < until and not self.supervisor.stopping:
-                with suppress(aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError):
-                    async with session.get(f"{self.plan.gateway.url}{ADMIN_FLEET_PATH}", ssl=False) as answer:
-                        workers = decode_worker_list(await answer.read()).workers
-                        if expected <= {one.worker for one in workers if one.usable and one.models}:
-                            return
-                await asyncio.sleep(_PROBE_S)
+        with suppress(aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError):
+            async with session.get(f"{gateway_url}{ADMIN_FLEET_PATH}", ssl=False) as answer:
+                workers = decode_worker_list(await answer.read()).workers
+                return expected <= {one.worker for one in workers if one.usable and one.models}
+        return False
 
     # ---- what the gateway asks for
 
@@ -230,13 +257,18 @@ class SupervisedFleet:
         """Follow the gateway's autoscaler, if it starts and ends workers."""
         if self.plan.is_scaled:
             dry_run = self.up.scale == "dry_run"
-            await ScaleLink(self.plan.gateway.url, self.admin_token, self, self.terminal.say, dry_run).run()
+            await ScaleLink(lambda: self.gateway_url, self.admin_token, self, self.terminal.say, dry_run).run()
 
     async def _follow_upgrades(self) -> None:
         """Upgrade the workers when the dashboard asks for it."""
-        url = self.plan.gateway.url
-        command = upgrade_command(url, str(self.admin_token_file))
-        await UpgradeLink(url, self.admin_token, command, self.terminal.say).run()
+        token_file = str(self.admin_token_file)
+        link = UpgradeLink(
+            lambda: self.gateway_url,
+            self.admin_token,
+            lambda: upgrade_command(self.gateway_url, token_file),
+            self.terminal.say,
+        )
+        await link.run()
 
     def slots(self) -> list[WorkerSlot]:
         """Return all workers that run or could run."""
@@ -270,7 +302,7 @@ class SupervisedFleet:
 
     def _say_stop(self, name: str, how: StopMode) -> None:
         if self._parts[name].kind is PartKind.GATEWAY and how is StopMode.DRAIN and self._welcomed:
-            self.terminal.say("stopping: the gateway finishes running requests; press Ctrl-C again to stop now")
+            self.terminal.say(f"stopping: {name} finishes running requests; press Ctrl-C again to stop now")
         elif silent_s := self.supervisor.probes.silent_s(name):
             self.terminal.say(f"{name}: killed, because it answered no health check for {silent_s:.0f} s")
         elif how is not StopMode.DRAIN:
@@ -292,6 +324,7 @@ class SupervisedFleet:
                     address=part.address,
                     phase=known.phase.value,
                     pid=None if process is None else process.pid,
+                    nodes=[] if process is None else list(process.nodes),
                     restarts=known.restarts,
                     answers=known.phase is not Phase.READY or self.supervisor.probes.silent_s(name) == 0,
                     hangs=known.hangs,
@@ -302,7 +335,7 @@ class SupervisedFleet:
         state = FleetState(
             pid=os.getpid(),
             started_at=self._started_at,
-            gateway_url=self.plan.gateway.url,
+            gateway_url=self.gateway_url,
             admin_token_file=str(self.admin_token_file),
             secret_file=str(self.secret_file),
             store_name=self.plan.store_name,

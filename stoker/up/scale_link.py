@@ -41,7 +41,7 @@ class ScaledFleet(Protocol):
 class ScaleLink:
     """Follows the autoscaler of one gateway until it is cancelled."""
 
-    gateway_url: str
+    gateway_url: Callable[[], str]  # it may move; empty until it is known
     admin_token: str
     fleet: ScaledFleet
     tell: Callable[[str], None]
@@ -52,13 +52,15 @@ class ScaleLink:
     async def run(self) -> None:
         headers = {"Authorization": f"Bearer {self.admin_token}"}
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with aiohttp.ClientSession(self.gateway_url, timeout=timeout, headers=headers) as session:
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             while True:
                 await asyncio.sleep(_POLL_S)
+                if not (url := self.gateway_url()):
+                    continue
                 try:
                     # Of several processes of a gateway, only the first one runs the autoscaler.
-                    wishes = decode_scale_wishes(await _get(session, f"{ADMIN_SCALE_PATH}?process=0"))
-                    workers = decode_worker_list(await _get(session, f"{ADMIN_FLEET_PATH}?process=0")).workers
+                    wishes = decode_scale_wishes(await _get(session, f"{url}{ADMIN_SCALE_PATH}?process=0"))
+                    workers = decode_worker_list(await _get(session, f"{url}{ADMIN_FLEET_PATH}?process=0")).workers
                 except (TimeoutError, aiohttp.ClientConnectionError):
                     continue  # it restarts; the supervisor looks after it
                 except (aiohttp.ClientError, msgspec.MsgspecError) as error:
@@ -92,7 +94,7 @@ def _num_requests(worker: WorkerStatus) -> int:
     return max(worker.reserved.requests, own)
 
 
-async def _get(session: aiohttp.ClientSession, path: str) -> bytes:
-    async with session.get(path, ssl=False) as answer:
+async def _get(session: aiohttp.ClientSession, url: str) -> bytes:
+    async with session.get(url, ssl=False) as answer:
         answer.raise_for_status()
         return await answer.read()

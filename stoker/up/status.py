@@ -58,6 +58,7 @@ class PartStatus:
     log: str | None = None
     load: dict[str, Any] = field(default_factory=dict)
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
+    nodes: list[str] = field(default_factory=list)  # its machines, if it runs on others
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,8 @@ async def fleet_status(
         except aiohttp.ClientResponseError as error:
             reason = f"{url} answered HTTP {error.status}{_HINTS.get(error.status, '')}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = (
-                f"no gateway answers at {url} ({_words(error)}): check the address, or start one there with `stoker up` or "
-                "`stoker gateway`"
-            )
-        listed = _of_fleet(fleet, known, status) if fleet else []
+            reason = _no_answer(url, error)
+        listed = _of_fleet(fleet, url, known, status) if fleet else []
         ours = {urlsplit(part.address).netloc for part in listed}
         others = [one for name, one in known.items() if name not in ours]
         listed += [PartStatus(one.worker, one.role, one.url, one.health, load=_load(one)) for one in others]
@@ -123,7 +121,10 @@ async def fleet_status(
     )
 
 
-def _of_fleet(fleet: FleetState, known: dict[str, WorkerStatus], gateway: GatewayStatus | None) -> list[PartStatus]:
+def _of_fleet(
+    fleet: FleetState, url: str, known: dict[str, WorkerStatus], gateway: GatewayStatus | None
+) -> list[PartStatus]:
+    """Return the parts of a fleet. `gateway` is the status of the one at `url`."""
     parts = []
     for part in fleet.parts:
         worker = known.get(urlsplit(part.address).netloc)
@@ -131,7 +132,7 @@ def _of_fleet(fleet: FleetState, known: dict[str, WorkerStatus], gateway: Gatewa
         if part.kind == "worker" and worker is not None:
             load = _load(worker)
             health = worker.health if part.phase == Phase.READY else part.phase
-        elif part.kind == "gateway" and gateway is not None:
+        elif part.kind == "gateway" and gateway is not None and part.address == url:
             load = {"running_requests": gateway.running_requests, "waiting_requests": gateway.waiting_requests}
             health = "draining" if gateway.draining else part.phase
         parts.append(
@@ -141,6 +142,7 @@ def _of_fleet(fleet: FleetState, known: dict[str, WorkerStatus], gateway: Gatewa
                 address=part.address,
                 health=str(health) if part.answers else _SILENT,
                 pid=part.pid,
+                nodes=part.nodes,
                 restarts=part.restarts,
                 hangs=part.hangs,
                 last_code=part.last_code,
@@ -183,6 +185,15 @@ async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str]
         return decode(await answer.read())
 
 
+def _no_answer(url: str, error: BaseException) -> str:
+    if not url:
+        return "the gateway has no address yet: its log, gateway.log, says what it waits for"
+    return (
+        f"no gateway answers at {url} ({_words(error)}): check the address, or start one there with `stoker up` or "
+        "`stoker gateway`"
+    )
+
+
 def _words(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {_ANSWER_S:.0f} s"
@@ -198,22 +209,28 @@ def _words(error: BaseException) -> str:
 def format_status(status: FleetStatus) -> str:
     """Return the status as tables for a terminal."""
     up = "" if status.up_s is None else f", up for {_duration(status.up_s)}, process {status.pid}"
-    lines = [f"Fleet at {status.gateway_url}{up}: {', '.join(status.models) or 'no model is known yet'}"]
+    lines = [
+        f"Fleet at {status.gateway_url or 'no address yet'}{up}: {', '.join(status.models) or 'no model is known yet'}"
+    ]
     if status.reason:
         lines.append(status.reason)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             part.name,
             part.role,
             part.health,
-            part.address,
+            part.address or "-",
+            ", ".join(part.nodes) or "-",
             _or_dash(part.pid),
             _restarts_words(part),
             _load_words(part.load),
         )
         for part in status.parts
     ]
-    lines += ["", table(("PROCESS", "ROLE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "LOAD"), rows)]
+    head: tuple[str, ...] = ("PROCESS", "ROLE", "HEALTH", "ADDRESS", "NODE", "PID", "RESTARTS", "LOAD")
+    if not any(part.nodes for part in status.parts):  # all of them run on this machine
+        head, rows = (*head[:4], *head[5:]), [(*row[:4], *row[5:]) for row in rows]
+    lines += ["", table(head, rows)]
     tiers = [_tier_row(part.name, tier, metrics) for part in status.parts for tier, metrics in part.tiers.items()]
     if tiers:
         lines += ["", table(("WORKER", "TIER", "BLOCKS", "USED", "OF", "HITS", "MISSES", "EVICTED", "ERRORS"), tiers)]

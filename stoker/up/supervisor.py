@@ -7,6 +7,9 @@ before it was ever ready stops the whole fleet, because a restart would fail in 
 
 A spare part does not run until it is brought in (`bring`), and a part can be let go while the fleet runs (`release`). Such a part
 is optional: if it cannot start, it is out of use again, and the fleet goes on without it.
+
+A part that was started with settings which are outdated now is renewed (`renew`): it is drained and started again. Only one such
+part is restarted at a time.
 """
 
 from __future__ import annotations
@@ -97,6 +100,7 @@ class PartState:
     stop_mode: int = 0  # the strongest StopMode that was sent to its process; 0: none
     optional: bool = False  # the fleet goes on if it cannot start
     leaving: bool = False  # it is not restarted
+    outdated: bool = False  # it is drained and started again when all other parts run
     start_failures: int = 0  # how often it was brought in and could not start
     start_failure: str = ""  # why, the last time
 
@@ -155,7 +159,7 @@ class Supervisor:
 
     def exited(self, name: str, code: int, now: float) -> None:
         part = self.parts[name]
-        part.last_code, part.stop_mode = code, 0
+        part.last_code, part.stop_mode, part.outdated = code, 0, False
         if self.stopping:
             part.enter(Phase.STOPPED, now)
         elif part.leaving:
@@ -180,6 +184,11 @@ class Supervisor:
         part.optional = part.leaving = True
         if not part.runs:
             part.enter(Phase.UNUSED, now)
+
+    def renew(self, name: str) -> None:
+        """Drain a part that runs and start it again, as soon as all other parts run."""
+        part = self.parts[name]
+        part.outdated = part.runs
 
     def stop(self) -> None:
         """Stop the fleet. The first call drains it in order, the second one stops it now, the third one kills all parts."""
@@ -216,8 +225,9 @@ class Supervisor:
 
     def _keep_up(self, now: float) -> list[Action]:
         actions: list[Action] = []
+        renewed = self._renewed()
         for part in self.parts.values():
-            if part.leaving and part.runs:
+            if part.runs and (part.leaving or part is renewed):
                 actions += self._let_go(part, now)
                 continue
             if part.phase is Phase.STARTING and now >= part.timeout_at_s:
@@ -242,8 +252,16 @@ class Supervisor:
                 actions.append(StartPart(part.rule.name))
         return actions
 
+    def _renewed(self) -> PartState | None:
+        """Return the outdated part that is to be restarted now: the fleet does without one part at a time."""
+        outdated = [part for part in self.parts.values() if part.outdated and not part.leaving]
+        going = next((part for part in outdated if part.phase is Phase.STOPPING), None)
+        if going is not None or not self.all_ready:
+            return going
+        return next(iter(outdated), None)
+
     def _let_go(self, part: PartState, now: float) -> list[Action]:
-        """Drain a part that leaves the fleet, and kill it if that takes too long."""
+        """Drain a part that leaves the fleet or is renewed, and kill it if that takes too long."""
         if part.phase is not Phase.STOPPING:
             stops = self._stop_part(part, StopMode.DRAIN)
             part.enter(Phase.STOPPING, now, part.rule.stop_s)

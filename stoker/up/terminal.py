@@ -42,7 +42,9 @@ class Terminal:
             self.say(stage)
         self._stage = stage
 
-    def welcome(self, plan: FleetPlan, rows: Sequence[Sequence[str]], log_dir: str) -> None:
+    def welcome(
+        self, plan: FleetPlan, gateway_url: str, token_file: str, rows: Sequence[Sequence[str]], log_dir: str
+    ) -> None:
         key = " -H 'Authorization: Bearer KEY'" if plan.needs_api_key else ""
         insecure = " -k" if plan.gateway.tls else ""
         body = {"model": plan.models[0] if plan.models else "MODEL", "temperature": 0}
@@ -52,9 +54,9 @@ class Terminal:
 {table(("PROCESS", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
 
 Logs are in {log_dir}. `stoker status` shows health and load. Ctrl-C stops everything.
-The dashboard is at {plan.gateway.url}/ui, and its token in {plan.gateway_table["admin_token_file"]}. Try:
+The dashboard is at {gateway_url}/ui, and its token in {token_file}. Try:
 
-curl -s{insecure} {plan.gateway.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
+curl -s{insecure} {gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
   -d '{json.dumps(body)}'
 """,
             self._out,

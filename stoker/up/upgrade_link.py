@@ -30,11 +30,14 @@ _TOLD = (0, 1)  # exit codes of an upgrade that has begun
 
 @dataclass(slots=True, eq=False)
 class UpgradeLink:
-    """Follows the wishes of one gateway until it is cancelled. `command` runs an upgrade; the names of workers are added to it."""
+    """Follows the wishes of one gateway until it is cancelled.
 
-    gateway_url: str
+    `command` returns what runs an upgrade; the names of workers are added to it.
+    """
+
+    gateway_url: Callable[[], str]  # it may move; empty until it is known
     admin_token: str
-    command: Sequence[str]
+    command: Callable[[], Sequence[str]]
     tell: Callable[[str], None]
     _board: str = ""
     _done: int = 0  # the number of the last wish that was carried out
@@ -42,17 +45,19 @@ class UpgradeLink:
     async def run(self) -> None:
         headers = {"Authorization": f"Bearer {self.admin_token}"}
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with aiohttp.ClientSession(self.gateway_url, timeout=timeout, headers=headers) as session:
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             while True:
                 await asyncio.sleep(_POLL_S)
+                if not (url := self.gateway_url()):
+                    continue
                 # A gateway that restarts does not answer; the supervisor looks after it.
                 with suppress(TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
-                    async with session.get(f"{ADMIN_UPGRADE_PATH}?process=0&follows=1", ssl=False) as answer:
+                    async with session.get(f"{url}{ADMIN_UPGRADE_PATH}?process=0&follows=1", ssl=False) as answer:
                         answer.raise_for_status()
                         status = decode_upgrade_status(await answer.read())
-                    await self._follow(status, session)
+                    await self._follow(status, session, url)
 
-    async def _follow(self, status: UpgradeStatus, session: aiohttp.ClientSession) -> None:
+    async def _follow(self, status: UpgradeStatus, session: aiohttp.ClientSession, url: str) -> None:
         if status.board != self._board:
             self._board, self._done = status.board, 0
         if status.number > self._done:
@@ -60,7 +65,7 @@ class UpgradeLink:
             if reason := await self._upgrade(status.workers):
                 query = {"holder": "stoker up", "outcome": f"stopped: {reason}"}
                 for path in (ADMIN_UPGRADE_HOLD_PATH, ADMIN_UPGRADE_RELEASE_PATH):
-                    async with session.post(path, params=query, ssl=False) as answer:
+                    async with session.post(url + path, params=query, ssl=False) as answer:
                         await answer.read()
 
     async def _upgrade(self, workers: Sequence[str]) -> str:
@@ -69,7 +74,7 @@ class UpgradeLink:
         pipe, nothing, same = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL, asyncio.subprocess.STDOUT
         try:
             process = await asyncio.create_subprocess_exec(
-                *self.command, *workers, stdin=nothing, stdout=pipe, stderr=same, limit=_LINE_BYTES
+                *self.command(), *workers, stdin=nothing, stdout=pipe, stderr=same, limit=_LINE_BYTES
             )
         except OSError as error:
             return f"it cannot be started: {error.strerror}"

@@ -15,11 +15,13 @@ from stoker.cli.main import main
 from stoker.cli.serve_settings import serve_keys
 from stoker.gateway.config import load
 from stoker.up import toml
-from stoker.up.config import FleetConfig, fleet_config
+from stoker.up.config import FleetConfig
 from stoker.up.default import PAIR, SINGLE, default_counts, default_table
+from stoker.up.fleet_table import fleet_config
 from stoker.up.footprint import footprint, footprint_words
 from stoker.up.machine import GIB, Machine, visible_gpus
-from stoker.up.plan import FleetModel, FleetPaths, FleetPlan, Listening, PartKind, Planner
+from stoker.up.part import PartKind
+from stoker.up.plan import FleetModel, FleetPaths, FleetPlan, Listening, Planner
 from stoker.up.ports import PlannedPorts
 
 OPTIONS = serve_keys()
@@ -185,7 +187,13 @@ def test_workers_get_their_options_ports_and_tiers() -> None:
     command = next(part.command for part in plan.parts if part.name == "prefill-1")
     assert [command[i + 1] for i, word in enumerate(command) if word == "--served-name"] == ["a", "b"]
     assert next(part.env for part in plan.parts if part.name == "prefill-0") == {"OMP": "1"}
-    assert plan.parts[0].command == ("/bin/master", "--rpc_port=8001", "--metrics_port=8002")
+    assert plan.parts[0].command == (
+        "/bin/master",
+        "--rpc_address=127.0.0.1",
+        "--rpc_port=8001",
+        "--metrics_host=127.0.0.1",
+        "--metrics_port=8002",
+    )
     assert plan.gateway_table["worker"][2] == {"url": "http://127.0.0.1:9000", "role": "decode"}
 
 

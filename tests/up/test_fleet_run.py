@@ -15,8 +15,9 @@ from waiting import until
 
 from stoker.base.bound_socket import bound_socket
 from stoker.up.config import UpConfig
+from stoker.up.part import FleetPart, PartKind
 from stoker.up.placement.local import LocalPlacement
-from stoker.up.plan import FleetPart, FleetPlan, Listening, PartKind
+from stoker.up.plan import FleetPlan, Listening
 from stoker.up.run import FleetFailed, SupervisedFleet
 from stoker.up.state import RunDir, living_fleets, open_run_dir
 from stoker.up.supervisor import Phase

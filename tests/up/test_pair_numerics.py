@@ -7,7 +7,8 @@ import tomllib
 import pytest
 
 from stoker.cli.serve_settings import serve_keys
-from stoker.up.config import FleetConfig, fleet_config
+from stoker.up.config import FleetConfig
+from stoker.up.fleet_table import fleet_config
 from stoker.up.machine import GIB, Machine
 from stoker.up.pair_numerics import pair_words
 

@@ -7,9 +7,9 @@ import pytest
 from stoker.base.bound_socket import bound_socket
 from stoker.base.errors import ConfigError
 from stoker.up.footprint import footprint_words
+from stoker.up.part import GATEWAY_LIST, HOST, NODE_RANK, PORT, PYTHON, SECOND_ENDPOINT, SECRET_FILE
 from stoker.up.placement.local import LocalPlacement
 from stoker.up.placement.ray_placement import RayPlacement
-from stoker.up.plan import HEAD, HOST, NODE_RANK, PORT, PYTHON, SECRET_FILE
 from tests.up.test_fleet_config import MACHINE, config_of, flags, plan_of
 
 RAY = '[up]\nplacement = "ray"\n'
@@ -26,7 +26,6 @@ RAY = '[up]\nplacement = "ray"\n'
         ),
         (f"{RAY}[[workers]]\ndevices = [0]", "Ray assigns the GPUs"),
         (f"{RAY}[store]\nhost_gib = 1\n[[workers]]", "store.host_gib: RAM tiers are not supported"),
-        (f'{RAY}[store]\nmooncake = "start"\n[[workers]]', "starts a master that only this machine reaches"),
         (f"{RAY}[[workers]]\nnodes = 2\nnode_rank = 1", "workers.node_rank: `stoker up` sets this itself"),
         ("[[workers]]\nnodes = 2", 'workers.nodes=2: write placement = "ray" under [up], or give `head`'),
     ],
@@ -47,17 +46,18 @@ def test_a_placed_worker_learns_its_address_where_it_runs() -> None:
     assert found["--host"] == HOST
     assert found["--port"] == PORT
     assert found["--secret-file"] == SECRET_FILE
-    assert found["--gateway"] == "http://127.0.0.1:8000"
+    assert found["--gateway-file"] == GATEWAY_LIST
+    assert "--gateway" not in found
     assert "--head" not in found
     assert "--offline" not in found
-    assert (part.nodes, part.gpus_per_node) == (1, 2)
-    assert part.uses_gpus(False)
+    assert (part.request.nodes, part.request.gpus_per_node) == (1, 2)
+    assert part.request.uses_gpus(False)
     assert "worker" not in plan.gateway_table  # they register themselves
 
 
 def test_ranks_that_share_gpus_need_fewer_of_them() -> None:
     plan = plan_of(config_of(f"{RAY}[[workers]]\ntp = 4\nranks_per_gpu = 2"))
-    assert next(part for part in plan.parts if part.name == "unified-0").gpus_per_node == 2
+    assert next(part for part in plan.parts if part.name == "unified-0").request.gpus_per_node == 2
 
 
 def test_workers_elsewhere_use_no_memory_of_this_machine() -> None:
@@ -68,9 +68,9 @@ def test_a_worker_on_several_nodes_gets_a_head() -> None:
     plan = plan_of(config_of(f"{RAY}[[workers]]\nnodes = 2\ntp = 2\npp = 2"))
     part = next(part for part in plan.parts if part.name == "unified-0")
     found = flags(plan, "unified-0")
-    assert (found["--head"], found["--node-rank"], found["--nodes"]) == (HEAD, NODE_RANK, "2")
-    assert (part.nodes, part.gpus_per_node) == (2, 2)
-    assert [part.uses_gpus(are_there) for are_there in (False, True)] == [False, True]
+    assert (found["--head"], found["--node-rank"], found["--nodes"]) == (SECOND_ENDPOINT, NODE_RANK, "2")
+    assert (part.request.nodes, part.request.gpus_per_node) == (2, 2)
+    assert [part.request.uses_gpus(are_there) for are_there in (False, True)] == [False, True]
 
 
 def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:

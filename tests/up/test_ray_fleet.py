@@ -1,140 +1,29 @@
 """`stoker up` on a Ray cluster of three nodes and a head: a node is killed, answers continue, and the fleet gets its size back.
 
-Slow: a Ray cluster starts in some ten seconds. Skipped without Ray. The nodes are processes of this machine with addresses of
-their own (127.0.0.2 and so on).
+Slow: a Ray cluster starts in some ten seconds. Skipped without Ray.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from gateway.real_fleet import Exchange
 from worker.real import is_alive, wait_for
 
+from tests.up.ray_cluster import LONG_S, RayNodes, fleet, ray_nodes, serving
+
 pytest.importorskip("ray")
-
-LONG_S = 180.0
-CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-small = {"object_store_memory": 80 << 20}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-nodes = {}
-for number in (2, 3, 4):
-    nodes[number] = cluster.add_node(num_cpus=2, node_ip_address=f"127.0.0.{number}", **small)
-print(cluster.address, flush=True)
-for line in sys.stdin:
-    cluster.remove_node(nodes.pop(int(line)), allow_graceful=False)
-    print("killed", flush=True)
-cluster.shutdown()
-"""
-
-
-@dataclass
-class RayNodes:
-    process: subprocess.Popen[str]
-    address: str
-
-    def kill(self, address: str) -> None:
-        """Kill the processes of the node that has this address, with all that it runs."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(address.rpartition(".")[2], file=self.process.stdin, flush=True)
-        assert self.process.stdout.readline() == "killed\n"
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
-    log = (tmp_path_factory.mktemp("ray") / "cluster.log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-    )
-    assert process.stdout is not None
-    yield RayNodes(process, process.stdout.readline().strip())
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(LONG_S)
-    process.stdout.close()
-    log.close()
-
-
-@dataclass
-class RayFleet:
-    process: subprocess.Popen[bytes]
-    words: Path
-
-    @property
-    def url(self) -> str:
-        found = re.search(r"gateway: ready at (http://\S+)", self.words.read_text())
-        return found[1] if found else ""
-
-    @property
-    def hosts(self) -> list[str]:
-        """The address of each worker, as often as one became ready."""
-        return re.findall(r"unified-\d: ready at http://([\d.]+)", self.words.read_text())
-
-    @property
-    def num_restarts(self) -> int:
-        return len(re.findall(r"unified-\d: restarting\n", self.words.read_text()))
-
-    def ask(self) -> str:
-        body = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=LONG_S) as answer:
-            return str(json.loads(answer.read())["choices"][0]["text"])
-
-    def answers(self) -> bool:
-        try:
-            return bool(self.ask())
-        except (urllib.error.URLError, OSError):
-            return False
-
-
-@contextmanager
-def fleet(tmp_path: Path, nodes: RayNodes, workers: str, gateway: str = "") -> Iterator[RayFleet]:
-    file, words = tmp_path / "fleet.toml", tmp_path / "words"
-    up = f'[up]\nplacement = "ray"\nray_address = "{nodes.address}"\n'
-    file.write_text(f"[gateway]\nlisten = {{ port = 0 }}\n{gateway}\n{up}[[workers]]\n{workers}\n")
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    with words.open("wb") as out:
-        command = [sys.executable, "-m", "stoker.cli.main", "up", str(file)]
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-        try:
-            started = RayFleet(process, words)
-            wait_for(lambda: "curl -s" in words.read_text() or process.poll() is not None, LONG_S)
-            assert process.poll() is None, words.read_text()
-            yield started
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(LONG_S)
-    assert process.returncode == 0, words.read_text()
-
-
-def serving(folder: Path) -> set[int]:
-    """Return the processes that serve this model."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if str(folder).encode() in words and b"serve" in words:
-            found.add(int(path.parent.name))
-    return found
+    with ray_nodes(tmp_path_factory.mktemp("ray"), {2: {}, 3: {}, 4: {}}) as started:
+        yield started
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_an_upgrade_runs_once_for_each_wish_and_its_refusal_is_shown(gateway: Pr
     command = [sys.executable, "-c", REFUSES, str(calls)]
 
     async def main() -> None:
-        link = UpgradeLink(gateway.url, ADMIN_TOKEN, command, told.append)
+        link = UpgradeLink(lambda: gateway.url, ADMIN_TOKEN, lambda: command, told.append)
         running = asyncio.create_task(link.run())
         await until(lambda: admin(gateway, "GET")["followed"], 0.1)
         admin(gateway, "POST", "?worker=127.0.0.1:9")

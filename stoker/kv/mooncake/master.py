@@ -4,6 +4,8 @@ tests.
 The master holds only keys. The blocks are in the segments that workers provide. When the master ends, all keys are
 lost, unless workers also keep their blocks on an SSD. Workers notice that and write the blocks that they still hold
 again.
+
+`python -m stoker.kv.mooncake.master FLAGS...` runs the program of this machine's installation.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -177,3 +180,16 @@ class MooncakeMaster:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(0, size - 1000))
             return log.read().decode(errors="replace").strip() or "(empty)"
+
+
+def main() -> None:
+    """Become the master's process."""
+    try:
+        path = str(program())
+    except ConfigError as error:
+        sys.exit(f"stoker: {error.message}")
+    os.execv(path, [path, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,16 @@
 """The contract of a placement: it starts a part somewhere, stops it, watches it, and says where it is.
 
-The supervisor decides when a part is started or stopped. A placement decides where. It is never on the path of a request: the
-gateway reaches a worker directly at its address.
+The supervisor decides when a part is started or stopped. A placement decides where, if the part has a request: it finds a machine
+for the request, sends the files there and replaces the names in the command. It is never on the path of a request: the gateway
+reaches a worker directly at its address.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from stoker.up.part import FleetPart
 from stoker.up.part_log import PartLog
-from stoker.up.plan import FleetPart
 from stoker.up.rotating_file import RotatingFile
 from stoker.up.supervisor import StopMode
 
@@ -26,7 +27,11 @@ class PlacedPart(Protocol):
 
     @property
     def where(self) -> str:
-        """The process of the part, and its machine if that is another one."""
+        """The process of the part, for the terminal."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The addresses of its machines; empty on this machine, or until they are known."""
 
     @property
     def pid(self) -> int | None:
@@ -34,6 +39,9 @@ class PlacedPart(Protocol):
 
     async def wait(self) -> int:
         """Wait until the part has exited, and its last lines are in the log. Return its exit code, also if its machine is lost."""
+
+    def write(self, file: str, text: str) -> None:
+        """Replace the content of one of the files in `lists` of the part's request. Returns at once."""
 
     def stop(self, how: StopMode) -> None:
         """Stop the part. Returns at once."""

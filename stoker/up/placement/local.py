@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stoker.base.address import local_host
+from stoker.up.part import FleetPart
 from stoker.up.part_log import PartLog
-from stoker.up.plan import FleetPart
 from stoker.up.process import PartProcess
 from stoker.up.rotating_file import RotatingFile
 from stoker.up.supervisor import StopMode
@@ -27,11 +27,18 @@ class LocalPart:
         return str(self.process.pid)
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def pid(self) -> int | None:
         return self.process.pid
 
     async def wait(self) -> int:
         return await self.process.wait()
+
+    def write(self, file: str, text: str) -> None:
+        pass  # addresses on this machine do not change
 
     def stop(self, how: StopMode) -> None:
         self.process.stop(how)

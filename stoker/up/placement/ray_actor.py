@@ -1,6 +1,7 @@
-"""PartActor: runs one process of a part on a node of a Ray cluster. It is a Ray actor, and ends with its node.
+"""PartActor: runs the process of a part on a node of a Ray cluster. It is a Ray actor, and ends with its node.
 
-The process ends with the actor: the kernel kills it when the actor's event loop ends, for whatever reason.
+The process ends with the actor: the kernel kills it when the actor's event loop ends, for whatever reason. When its process has
+ended, an actor can start another one. So the ports and the place on the node stay reserved while a part is restarted.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
+from stoker.base.errors import ConfigError
 from stoker.base.orphans import die_with
-from stoker.up.plan import PYTHON
+from stoker.up.part import PYTHON, filled
+from stoker.up.placement.memory_files import MemoryFiles
 from stoker.up.ports import ReservedPorts
 from stoker.up.process import SIGNALS
 from stoker.up.supervisor import StopMode
@@ -28,37 +31,51 @@ class PartActor:
 
     def __init__(self) -> None:
         self._ports = ReservedPorts()
+        self._files = MemoryFiles()
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._lines = bytearray()
         self._changed = asyncio.Event()
 
-    async def reserve(self, num_ports: int) -> tuple[str, list[int]]:
-        """Return this machine's address, and free ports that stay reserved while the actor lives."""
+    async def reserve(self, ports: Sequence[int]) -> tuple[str, list[int]]:
+        """Return this machine's address, and ports that stay reserved while the actor lives: these, or the next free ones."""
         ray: Any = importlib.import_module("ray")
         host = str(ray.util.get_node_ip_address())
-        return host, [self._ports.take(host, 0) for _ in range(num_ports)]
+        return host, [self._reserve(host, port) for port in ports]
 
-    async def start(self, command: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes]) -> int:
-        """Start the process, and return its id. An argument that is a name in `files` becomes the path of a file with these
-        bytes. The file is in memory and ends with the process: a secret must not stay on the disk of a node that is lost."""
-        with ExitStack() as opened:
-            fds = {name: _memory_file(content) for name, content in files.items()}
-            for fd in fds.values():
-                opened.callback(os.close, fd)
-            values = {PYTHON: sys.executable} | {name: f"/proc/self/fd/{fd}" for name, fd in fds.items()}
-            self._process = await asyncio.create_subprocess_exec(
-                *(values.get(argument, argument) for argument in command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **env},
-                pass_fds=list(fds.values()),
-                start_new_session=True,
-                preexec_fn=die_with(os.getpid()) if sys.platform == "linux" else None,
-            )
+    async def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        files: Mapping[str, bytes],
+        texts: Mapping[str, str],
+        values: Mapping[str, str],
+    ) -> int:
+        """Start the process, and return its id.
+
+        An argument that is a name in `values`, `files` or `texts` becomes the value, or the path of the file. Names in `texts` too.
+        """
+        self._files.close()
+        self._lines.clear()
+        self._changed.clear()
+        known = {PYTHON: sys.executable, **values}
+        known |= {name: self._files.create(name, content) for name, content in files.items()}
+        known |= {name: self._files.create(name, filled(text, known).encode()) for name, text in texts.items()}
+        self._process = await asyncio.create_subprocess_exec(
+            *(known.get(argument, argument) for argument in command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **env},
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()) if sys.platform == "linux" else None,
+        )
         self._reading = asyncio.create_task(self._read(self._process))
         return self._process.pid
+
+    async def write(self, file: str, text: str) -> None:
+        """Replace the content of a file of the process."""
+        self._files.write(file, text.encode())
 
     async def poll(self, wait_s: float) -> tuple[bytes, int | None]:
         """Return what the process has written since the last call, and its exit code, None while it runs. Waits at most `wait_s`
@@ -80,6 +97,12 @@ class PartActor:
                 if self._process is not None:
                     self._process.send_signal(number)
 
+    def _reserve(self, host: str, port: int) -> int:
+        try:
+            return self._ports.take(host, port)
+        except ConfigError:
+            return self._ports.take_after(host, port)
+
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while data := await process.stderr.read(_READ_BYTES):
@@ -88,10 +111,3 @@ class PartActor:
             self._changed.set()
         await process.wait()
         self._changed.set()
-
-
-def _memory_file(content: bytes) -> int:
-    """Return the file descriptor of a new file in memory."""
-    fd = os.memfd_create("stoker")
-    os.write(fd, content)
-    return fd

@@ -11,7 +11,7 @@ from stoker.base.settings import read_toml
 from stoker.cli.serve_settings import serve_keys
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.config import load
-from stoker.up.config import fleet_config
+from stoker.up.fleet_table import fleet_config
 from stoker.up.toml import dumps
 from tests.fuzz.target import FuzzTarget
 
