@@ -49,6 +49,13 @@ class ReservedPorts:
                 continue
         return self.take(host, 0)
 
+    def take_or_next(self, host: str, port: int) -> int:
+        """Reserve this port, or else the first free one above it. 0: any free one."""
+        try:
+            return self.take(host, port)
+        except ConfigError:
+            return self.take_after(host, port)
+
     def close(self) -> None:
         for one in (*self._sockets, *self._names):
             one.close()

@@ -111,3 +111,56 @@ def test_unused_parts_do_not_keep_a_fleet_from_ending() -> None:
         world.exit(name, 0)
         world.look()
     assert world.supervisor.is_over
+
+
+# ---- parts with outdated settings
+
+
+def test_outdated_parts_are_drained_and_started_again_one_after_the_other() -> None:
+    world = World()
+    world.bring_up()
+    for name in ("prefill-0", "decode-0"):
+        world.supervisor.renew(name)
+    assert world.look() == [StopPart("prefill-0", StopMode.DRAIN)]
+    world.exit("prefill-0", 0)
+    assert world.pass_time(0.2) == [StartPart("prefill-0")]
+    assert world.pass_time(5) == [], "the fleet does without one part at a time"
+    world.ready("prefill-0")
+    assert world.look() == [StopPart("decode-0", StopMode.DRAIN)]
+    assert world.pass_time(20.1) == [StopPart("decode-0", StopMode.KILL)], "it takes longer than its stop_s"
+    world.exit("decode-0")
+    assert world.pass_time(0.3) == [StartPart("decode-0")]
+    world.ready("decode-0")
+    assert world.look() == []
+    assert world.supervisor.all_ready
+
+
+def test_a_part_that_exits_is_not_outdated_any_more() -> None:
+    world = World()
+    world.bring_up()
+    world.exit("gateway")
+    world.supervisor.renew("gateway")  # it does not run: its next start has the new settings
+    world.supervisor.renew("prefill-0")
+    assert world.look() == []
+    world.exit("prefill-0")
+    for name in ("gateway", "prefill-0"):
+        world.pass_time(0.2)
+        world.ready(name)
+    assert world.pass_time(1) == []
+
+
+def test_a_fleet_stops_while_a_part_is_renewed() -> None:
+    world = World()
+    world.bring_up()
+    world.supervisor.renew("prefill-0")
+    world.look()
+    world.supervisor.stop()
+    assert world.look() == [StopPart("gateway", StopMode.DRAIN)]
+    world.exit("prefill-0", 0)
+    world.exit("gateway", 0)
+    assert world.look() == [StopPart("decode-0", StopMode.DRAIN)]
+    world.exit("decode-0", 0)
+    assert world.look() == [StopPart("store", StopMode.DRAIN)]
+    world.exit("store", 0)
+    world.look()
+    assert world.supervisor.is_over

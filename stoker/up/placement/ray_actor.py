@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from stoker.base.errors import ConfigError
 from stoker.base.orphans import die_with
 from stoker.up.part import PYTHON, filled
 from stoker.up.placement.memory_files import MemoryFiles
@@ -41,7 +40,7 @@ class PartActor:
         """Return this machine's address, and ports that stay reserved while the actor lives: these, or the next free ones."""
         ray: Any = importlib.import_module("ray")
         host = str(ray.util.get_node_ip_address())
-        return host, [self._reserve(host, port) for port in ports]
+        return host, [self._ports.take_or_next(host, port) for port in ports]
 
     async def start(
         self,
@@ -96,12 +95,6 @@ class PartActor:
             with suppress(ProcessLookupError):
                 if self._process is not None:
                     self._process.send_signal(number)
-
-    def _reserve(self, host: str, port: int) -> int:
-        try:
-            return self._ports.take(host, port)
-        except ConfigError:
-            return self._ports.take_after(host, port)
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
