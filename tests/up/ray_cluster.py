@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from worker.real import wait_for
 
@@ -41,10 +41,22 @@ cluster.shutdown()
 """
 
 
+class RayCluster(Protocol):
+    address: str
+    host: str  # what gateways listen on
+
+    def inside(self, *command: str) -> list[str]:
+        """Return the command that runs `command` where `stoker up` is."""
+
+
 @dataclass
 class RayNodes:
     process: subprocess.Popen[str]
     address: str
+    host: str = "127.0.0.1"
+
+    def inside(self, *command: str) -> list[str]:
+        return list(command)
 
     def kill(self, address: str) -> None:
         """Kill the processes of the node that has this address, with all that it runs."""
@@ -122,14 +134,15 @@ class RayFleet:
 
 
 @contextmanager
-def fleet(tmp_path: Path, nodes: RayNodes, workers: str, gateway: str = "", up: str = "") -> Iterator[RayFleet]:
+def fleet(tmp_path: Path, nodes: RayCluster, workers: str, gateway: str = "", up: str = "") -> Iterator[RayFleet]:
     """Run a fleet. The texts are added to the tables of its file; `up` may begin further tables."""
     file, words = tmp_path / "fleet.toml", tmp_path / "words"
     up = f'[up]\nplacement = "ray"\nray_address = "{nodes.address}"\n{up}\n'
-    file.write_text(f"[gateway]\nlisten = {{ port = 0 }}\n{gateway}\n{up}[[workers]]\n{workers}\n")
+    listen = f'listen = {{ host = "{nodes.host}", port = 0 }}'
+    file.write_text(f"[gateway]\n{listen}\n{gateway}\n{up}[[workers]]\n{workers}\n")
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     with words.open("wb") as out:
-        command = [sys.executable, "-m", "stoker.cli.main", "up", str(file)]
+        command = nodes.inside(sys.executable, "-m", "stoker.cli.main", "up", str(file))
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
             started = RayFleet(process, words, tmp_path / "state")

@@ -17,6 +17,7 @@ from typing import Any
 from stoker.base.orphans import die_with
 from stoker.up.part import PYTHON, filled
 from stoker.up.placement.memory_files import MemoryFiles
+from stoker.up.placement.ray_nodes import own_address
 from stoker.up.ports import ReservedPorts
 from stoker.up.process import SIGNALS
 from stoker.up.supervisor import StopMode
@@ -38,8 +39,7 @@ class PartActor:
 
     async def reserve(self, ports: Sequence[int]) -> tuple[str, list[int]]:
         """Return this machine's address, and ports that stay reserved while the actor lives: these, or the next free ones."""
-        ray: Any = importlib.import_module("ray")
-        host = str(ray.util.get_node_ip_address())
+        host = own_address(importlib.import_module("ray"))
         return host, [self._ports.take_or_next(host, port) for port in ports]
 
     async def start(

@@ -18,6 +18,7 @@ from stoker.up.part import FleetPart
 from stoker.up.part_log import PartLog
 from stoker.up.placement.local import LocalPart, LocalPlacement
 from stoker.up.placement.ray_lease import RayLease
+from stoker.up.placement.ray_nodes import own_address
 from stoker.up.placement.ray_part import RayPart
 from stoker.up.rotating_file import RotatingFile
 
@@ -45,7 +46,7 @@ class RayPlacement:
             ) from error
 
     def reach(self, host: str) -> str:
-        own = str(self._ray.util.get_node_ip_address())
+        own = own_address(self._ray)
         if not is_loopback(host):
             return own if host in ("0.0.0.0", "::", "") else host
         addresses = {node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]} - {own}
