@@ -60,29 +60,31 @@ def network(subnet: str, count: int) -> Iterator[list[Machine]]:
     switch = f"{own}-switch"
     machines = [Machine(f"{own}-{number}", f"{subnet}.{number}") for number in range(1, count + 1)]
     try:
-        try:
-            _ip("netns", "add", switch)
-            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", switch, "link", "set", "bridge", "up")
-            _ip("link", "add", own, "type", "veth", "peer", "name", "here", "netns", switch)
-            _ip("address", "add", f"{subnet}.{HERE}/24", "dev", own)
-            _ip("link", "set", own, "up")
-            _plug(switch, "here")
-            for number, one in enumerate(machines):
-                _ip("netns", "add", one.name)
-                _ip("-n", one.name, "link", "set", "lo", "up")
-                port = f"port{number}"
-                _ip("-n", one.name, "link", "add", "cable", "type", "veth", "peer", "name", port, "netns", switch)
-                _ip("-n", one.name, "address", "add", f"{one.address}/24", "dev", "cable")
-                one.mend()
-                _plug(switch, port)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error.stderr}")
+        _ip("netns", "add", switch)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr}")
+    try:
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        _ip("link", "add", own, "type", "veth", "peer", "name", "here", "netns", switch)
+        _ip("address", "add", f"{subnet}.{HERE}/24", "dev", own)
+        _ip("link", "set", own, "up")
+        _plug(switch, "here")
+        for number, one in enumerate(machines):
+            _ip("netns", "add", one.name)
+            _ip("-n", one.name, "link", "set", "lo", "up")
+            port = f"port{number}"
+            _ip("-n", one.name, "link", "add", "cable", "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", one.name, "address", "add", f"{one.address}/24", "dev", "cable")
+            one.mend()
+            _plug(switch, port)
         yield machines
     finally:
         for one in machines:
             with suppress(subprocess.CalledProcessError):  # it was not made
                 one.kill()
+        # Without this, it exists until the kernel has ended the switch's namespace, and the next network cannot have its name.
+        subprocess.run(["ip", "link", "del", own], capture_output=True, check=False)
         for name in (switch, *(one.name for one in machines)):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
