@@ -134,8 +134,8 @@ class RayFleet:
 
 
 @contextmanager
-def fleet(tmp_path: Path, nodes: RayCluster, workers: str, gateway: str = "", up: str = "") -> Iterator[RayFleet]:
-    """Run a fleet. The texts are added to the tables of its file; `up` may begin further tables."""
+def launched(tmp_path: Path, nodes: RayCluster, workers: str, gateway: str = "", up: str = "") -> Iterator[RayFleet]:
+    """Start `stoker up`, and stop it in order. The texts are added to the tables of its file; `up` may begin further tables."""
     file, words = tmp_path / "fleet.toml", tmp_path / "words"
     up = f'[up]\nplacement = "ray"\nray_address = "{nodes.address}"\n{up}\n'
     listen = f'listen = {{ host = "{nodes.host}", port = 0 }}'
@@ -145,13 +145,20 @@ def fleet(tmp_path: Path, nodes: RayCluster, workers: str, gateway: str = "", up
         command = nodes.inside(sys.executable, "-m", "stoker.cli.main", "up", str(file))
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
-            started = RayFleet(process, words, tmp_path / "state")
-            wait_for(lambda: "curl -s" in words.read_text() or process.poll() is not None, LONG_S)
-            assert process.poll() is None, words.read_text()
-            yield started
+            yield RayFleet(process, words, tmp_path / "state")
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(LONG_S)
+
+
+@contextmanager
+def fleet(tmp_path: Path, nodes: RayCluster, workers: str, gateway: str = "", up: str = "") -> Iterator[RayFleet]:
+    """Run a fleet that is ready. It must end with code 0."""
+    with launched(tmp_path, nodes, workers, gateway, up) as started:
+        process, words = started.process, started.words
+        wait_for(lambda: "curl -s" in words.read_text() or process.poll() is not None, LONG_S)
+        assert process.poll() is None, words.read_text()
+        yield started
     assert process.returncode == 0, words.read_text()
 
 

@@ -190,3 +190,11 @@ def test_a_check_says_which_processes_ray_places(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     for name in ("mooncake   store    ", "gateway    gateway  ", "unified-0  unified  "):
         assert f"{name}a Ray node" in said
+
+
+def test_the_example_of_a_ray_fleet_is_valid() -> None:
+    text = (Path(__file__).parents[2] / "examples" / "ray-fleet.toml").read_text()
+    plan = plan_of(config_of("\n".join(line.removeprefix("#!") for line in text.splitlines())))
+    assert [part.name for part in plan.parts][:4] == ["mooncake", "gateway-0", "gateway-1", "unified-0"]
+    assert request_of(plan, "mooncake").resource == "meta"
+    config_of(text)

@@ -18,7 +18,7 @@ import pytest
 from worker.real import wait_for
 
 from stoker.kv.mooncake.master import is_installed
-from tests.up.ray_cluster import LONG_S, RayNodes, commands, fleet, ray_nodes, serving
+from tests.up.ray_cluster import LONG_S, RayNodes, commands, fleet, launched, ray_nodes, serving
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -105,6 +105,33 @@ def test_a_gateway_moves_to_another_node(nodes: RayNodes, tiny_folder: Path, tmp
     assert not gateways()
     assert not masters()
     assert not serving(tiny_folder)
+
+
+def test_an_interrupted_and_a_killed_fleet_leave_nothing_behind(
+    nodes: RayNodes, tiny_folder: Path, tmp_path: Path
+) -> None:
+    options = f'model = "{tiny_folder}"\ndevice = "cpu"\nthreads = 1\nkv_blocks = 200'
+    store = '[store]\nmooncake = "start"'
+    (tmp_path / "waiting").mkdir()
+    nowhere = f'gateway_placement = "ray"\ngateway_resource = "nowhere"\n{store}'
+    with launched(tmp_path / "waiting", nodes, options, 'store = "none"', nowhere) as waiting:
+        wait_for(lambda: "up.gateway_resource='nowhere'" in waiting.words.read_text(), LONG_S)
+        assert (
+            "gateway: stoker up: waits for Ray to find a node with {'CPU': 1, 'nowhere': 1.0}"
+            in waiting.words.read_text()
+        )
+        assert masters()
+        waiting.process.send_signal(signal.SIGINT)
+        assert waiting.process.wait(LONG_S) == 130
+        assert not masters()
+
+    with launched(tmp_path, nodes, options, 'store = "none"', f'gateway_placement = "ray"\n{store}') as killed:
+        wait_for(lambda: "curl -s" in killed.words.read_text(), LONG_S)
+        assert gateways()
+        assert masters()
+        assert serving(tiny_folder)
+        killed.process.kill()
+        wait_for(lambda: not (gateways() | masters() | serving(tiny_folder)), LONG_S)
 
 
 def test_two_gateways_and_a_master_that_moves(nodes: RayNodes, tiny_folder: Path, tmp_path: Path) -> None:
