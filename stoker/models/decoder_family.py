@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from stoker.base.errors import ConfigError
 from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import Decoder, DecoderConfig, LayerConfig
+from stoker.layers.moe import MoeConfig
 from stoker.models.dense import WeightNames
 from stoker.models.family import Model, ModelShape, Rule
 from stoker.parallel.shard import WHOLE, Shard
@@ -34,6 +35,10 @@ class DecoderFamily:
         """Return the checkpoint's names. `config` is that of the whole model, also if a rank takes a part of it."""
         return WeightNames(config, shard=shard)
 
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, MoeConfig) for layer in self.layers)
+
     def sharded(self, shard: Shard) -> Self:
         """Return a rank's part of the model. See ModelFamily."""
         part = self.sized(shard)
@@ -46,6 +51,8 @@ class DecoderFamily:
         part = copy(self)
         part.rules = []
         part._config = config = self._config.sharded(shard)
+        if shard.ep > 1 and not self.has_experts:
+            raise ConfigError(f"ep={shard.ep}: the model has no experts to split; leave out --ep")
         attention: Any = config.layers[0].attention
         part.shape = replace(
             self.shape,

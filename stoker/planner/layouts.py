@@ -12,7 +12,6 @@ from stoker.base.config import EngineSettings, KvSettings
 from stoker.base.errors import ConfigError, StokerError
 from stoker.engine.memory import ResolvedSettings, resolve_on
 from stoker.engine.ranks.place import layer_bytes
-from stoker.layers.moe import MoeConfig
 from stoker.models.decoder_family import DecoderFamily
 from stoker.models.family import family_of
 from stoker.parallel.shard import RankLayout, Shard, shards_of
@@ -87,11 +86,10 @@ def _candidates(gpus: GpuMachines, family: DecoderFamily) -> Iterator[RankLayout
     """Yield layouts whose workers fill all GPUs. The ranks of a stage are on one machine. Only experts can be split by their
     number, and only latent KV by context."""
     most = min(gpus.machines)
-    has_experts = any(isinstance(layer.mlp, MoeConfig) for layer in family.layers)
     is_latent = all(group.kind == "latent" for group in family.kv_groups)
     for tp in (n for n in range(1, most + 1) if most % n == 0):
         for pp in (n for n in range(1, gpus.total // tp + 1) if gpus.total % (tp * n) == 0):
-            for ep in sorted({1, tp if has_experts else 1}):
+            for ep in sorted({1, tp if family.has_experts else 1}):
                 for cp in sorted({1, tp if is_latent else 1}):
                     yield RankLayout(tp, pp, ep, cp)
 

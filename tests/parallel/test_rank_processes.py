@@ -168,6 +168,7 @@ def test_a_rank_that_never_starts_is_an_error(dense: Path) -> None:
         (RankSettings(3), "num_attention_heads 8 cannot be split into 3"),
         (RankSettings(1, 5), "pp=5: the model has only 4 layers"),
         (RankSettings(2, 1, 3), "ep=3 does not divide tp=2"),
+        (RankSettings(2, 1, 2), "ep=2: the model has no experts to split; leave out --ep"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_any_rank_loads(dense: Path, ranks: RankSettings, message: str) -> None:

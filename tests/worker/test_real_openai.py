@@ -452,10 +452,11 @@ def test_chat_from_a_pipe(server: RealServer) -> None:
 def test_bench(server: RealServer, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [STOKER, "bench", "serve", "--url", server.url, "--num-requests", "4", "--concurrency", "2"]
-    command += ["--input-tokens", "24", "--output-tokens", "4", "--json", str(out)]
+    command += ["--input-tokens", "24", "--output-tokens", "32", "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())["results"]
-    assert (results["requests"], results["failed"], results["output_tokens"]) == (4, 0, 16)
+    assert (results["requests"], results["failed"], results["output_tokens"]) == (4, 0, 128)
     assert results["hit_ratio"] == results["cached_tokens"] / results["prompt_tokens"]
-    assert all(results[name]["p50"] > 0 for name in ("ttft_ms", "itl_ms", "e2e_ms"))
+    assert all(results[name]["p50"] > 0 for name in ("ttft_ms", "e2e_ms"))
+    assert results["itl_ms"]["max"] > 0  # most may be 0: a busy client reads several chunks at once
