@@ -122,11 +122,13 @@ class RayFleet:
 
 
 @contextmanager
-def launched(tmp_path: Path, nodes: RayNodes, workers: str, gateway: str = "", up: str = "") -> Iterator[RayFleet]:
+def launched(
+    tmp_path: Path, nodes: RayNodes, workers: str, gateway: str = "", up: str = "", listen: str = "port = 0"
+) -> Iterator[RayFleet]:
     """Start `stoker up`, and stop it in order. The texts are added to the tables of its file; `up` may begin further tables."""
     file, words = tmp_path / "fleet.toml", tmp_path / "words"
     up = f'[up]\nplacement = "ray"\nray_address = "{nodes.address}"\n{up}\n'
-    file.write_text(f"[gateway]\nlisten = {{ port = 0 }}\n{gateway}\n{up}[[workers]]\n{workers}\n")
+    file.write_text(f"[gateway]\nlisten = {{ {listen} }}\n{gateway}\n{up}[[workers]]\n{workers}\n")
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     with words.open("wb") as out:
         command = [sys.executable, "-m", "stoker.cli.main", "up", str(file)]
