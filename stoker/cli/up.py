@@ -220,9 +220,8 @@ def _master_command(config: FleetConfig) -> list[str]:
     # Another machine may have the program at another path.
     master = [PYTHON, "-m", "stoker.kv.mooncake.master"] if config.up.placement == RAY else [str(program())]
     command = [*master, "--logtostderr=true", "--default_kv_lease_ttl=2000", "--client_ttl=10"]
-    return (
-        [*command, "--enable_offload=true", "--offload_on_evict=false"] if config.store.ssd_dir is not None else command
-    )
+    ssd = [] if config.store.ssd_dir is None else ["--enable_offload=true", "--offload_on_evict=false"]
+    return [*command, *ssd]
 
 
 def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:

@@ -42,9 +42,7 @@ class NodeRequest:
     device: str | None = None
     resource: str | None = None  # a custom resource that the node must have
     resource_setting: str = ""  # the setting that asks for it, for messages
-    stays: bool = (
-        False  # a restart uses the same machine and ports while they are there, because others know the address
-    )
+    stays: bool = False  # others know its address, so a restart uses the same machine and ports while they are there
     files: Mapping[str, Path] = field(default_factory=dict)  # copied to the machine, where the names become their paths
     texts: Mapping[str, str] = field(default_factory=dict)  # files that `stoker up` writes; names in them are replaced
     lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # files with the addresses of these parts
@@ -68,9 +66,8 @@ class FleetPart:
     env: Mapping[str, str] = field(default_factory=dict)
     health_url: str | None = None  # asked while the part runs; None: it is not asked
     spare: bool = False  # it starts when the autoscaler wants it
-    addresses: Mapping[str, str] = field(
-        default_factory=dict
-    )  # names in the command -> parts whose addresses they become
+    # names in the command -> parts whose addresses they become
+    addresses: Mapping[str, str] = field(default_factory=dict)
     request: NodeRequest | None = None  # None: it runs on this machine
 
     @property

@@ -37,9 +37,8 @@ class PartAddresses:
     parts: Iterable[FleetPart]
     _parts: dict[str, FleetPart] = field(init=False)
     _known: dict[str, str] = field(init=False)
-    _used: dict[str, dict[str, str]] = field(
-        init=False, default_factory=dict
-    )  # the addresses in the command of each part
+    # the addresses in the command of each part
+    _used: dict[str, dict[str, str]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._parts = {part.name: part for part in self.parts}

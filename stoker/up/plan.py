@@ -20,7 +20,7 @@ from stoker.up.gateway_files import Keys
 from stoker.up.machine import GIB, Machine
 from stoker.up.part import MOONCAKE, FleetPart, PartKind
 from stoker.up.ports import Ports
-from stoker.up.ray_plan import RayParts
+from stoker.up.ray_plan import MASTER, RayParts
 
 _LEAST_GPU_BYTES = 2 * GIB  # the least that an engine needs besides its weights
 _STORE_STOP_S = 10.0
@@ -160,9 +160,7 @@ class Planner:
         command += (f"--metrics_host={host}", f"--metrics_port={metrics_port}")
         health_url = f"http://{join_address(host, metrics_port)}/health"
         address = join_address(host, port)
-        return FleetPart(
-            "mooncake", PartKind.STORE, "store", command, address, None, _STORE_STOP_S, health_url=health_url
-        )
+        return FleetPart(MASTER, PartKind.STORE, "store", command, address, None, _STORE_STOP_S, health_url=health_url)
 
     def _gateways(self, gateway: Listening, table: Mapping[str, Any]) -> list[FleetPart]:
         stop_s = gateway.drain_s + _AFTER_DRAIN_S

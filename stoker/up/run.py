@@ -302,7 +302,8 @@ class SupervisedFleet:
 
     def _say_stop(self, name: str, how: StopMode) -> None:
         if self._parts[name].kind is PartKind.GATEWAY and how is StopMode.DRAIN and self._welcomed:
-            self.terminal.say(f"stopping: {name} finishes running requests; press Ctrl-C again to stop now")
+            who = "the gateway" if len(self.plan.gateways) == 1 else name
+            self.terminal.say(f"stopping: {who} finishes running requests; press Ctrl-C again to stop now")
         elif silent_s := self.supervisor.probes.silent_s(name):
             self.terminal.say(f"{name}: killed, because it answered no health check for {silent_s:.0f} s")
         elif how is not StopMode.DRAIN:

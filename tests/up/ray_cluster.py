@@ -43,7 +43,7 @@ cluster.shutdown()
 
 class RayCluster(Protocol):
     address: str
-    host: str  # what gateways listen on
+    listen: str  # of gateways, by default
 
     def inside(self, *command: str) -> list[str]:
         """Return the command that runs `command` where `stoker up` is."""
@@ -53,7 +53,7 @@ class RayCluster(Protocol):
 class RayNodes:
     process: subprocess.Popen[str]
     address: str
-    host: str = "127.0.0.1"
+    listen: str = "port = 0"
 
     def inside(self, *command: str) -> list[str]:
         return list(command)
@@ -134,12 +134,13 @@ class RayFleet:
 
 
 @contextmanager
-def launched(tmp_path: Path, nodes: RayCluster, workers: str, gateway: str = "", up: str = "") -> Iterator[RayFleet]:
+def launched(
+    tmp_path: Path, nodes: RayCluster, workers: str, gateway: str = "", up: str = "", listen: str = ""
+) -> Iterator[RayFleet]:
     """Start `stoker up`, and stop it in order. The texts are added to the tables of its file; `up` may begin further tables."""
     file, words = tmp_path / "fleet.toml", tmp_path / "words"
     up = f'[up]\nplacement = "ray"\nray_address = "{nodes.address}"\n{up}\n'
-    listen = f'listen = {{ host = "{nodes.host}", port = 0 }}'
-    file.write_text(f"[gateway]\n{listen}\n{gateway}\n{up}[[workers]]\n{workers}\n")
+    file.write_text(f"[gateway]\nlisten = {{ {listen or nodes.listen} }}\n{gateway}\n{up}[[workers]]\n{workers}\n")
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     with words.open("wb") as out:
         command = nodes.inside(sys.executable, "-m", "stoker.cli.main", "up", str(file))

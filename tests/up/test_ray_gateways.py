@@ -125,9 +125,12 @@ def test_an_interrupted_and_a_killed_fleet_leave_nothing_behind(
         assert waiting.process.wait(LONG_S) == 130
         assert not masters()
 
-    with launched(tmp_path, nodes, options, 'store = "none"', f'gateway_placement = "ray"\n{store}') as killed:
+    # The gateway has two processes, which read the files of their parent.
+    up, listen = f'gateway_placement = "ray"\n{store}', "port = 0, processes = 2"
+    with launched(tmp_path, nodes, options, 'store = "none"', up, listen) as killed:
         wait_for(lambda: "curl -s" in killed.words.read_text(), LONG_S)
-        assert gateways()
+        assert killed.ask()
+        assert len(gateways()) == 3
         assert masters()
         assert serving(tiny_folder)
         killed.process.kill()

@@ -40,7 +40,7 @@ class RayMachines:
 
     machines: list[Machine]
     folder: Path
-    host: str = "0.0.0.0"
+    listen: str = 'host = "0.0.0.0", port = 0'
 
     @property
     def address(self) -> str:

@@ -134,9 +134,7 @@ class RayPart:
                 return int(code)
 
     async def _send(self, actor: Any, file: str) -> None:
-        with suppress(
-            self._ray.exceptions.RayError
-        ):  # if the actor is lost, the part is started again with the new text
+        with suppress(self._ray.exceptions.RayError):  # a part whose actor is lost starts again with the new text
             await self._patiently(lambda: actor.write.remote(file, self._texts[file]))
 
     async def _patiently(self, call: Callable[[], Any]) -> Any:
