@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from stoker.base.orphans import die_with
 from stoker.up.part import PYTHON, filled
