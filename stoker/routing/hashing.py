@@ -11,11 +11,11 @@ from math import log
 
 def uniform(*parts: str | bytes | int) -> float:
     """Return a number in (0, 1) that depends only on the parts."""
-    hashed = blake2b(digest_size=8)
+    framed = b""
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
-        hashed.update(len(data).to_bytes(4, "little") + data)
-    return (int.from_bytes(hashed.digest(), "little") + 1) / (2**64 + 2)
+        framed += len(data).to_bytes(4, "little") + data
+    return (int.from_bytes(blake2b(framed, digest_size=8).digest(), "little") + 1) / (2**64 + 2)
 
 
 def rendezvous(key: str | bytes | int, name: str, weight: float = 1.0) -> float:

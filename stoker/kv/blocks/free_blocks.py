@@ -46,7 +46,7 @@ class FreeBlocks:
         """Add a named block that the sequence that held it no longer needs, while it runs on."""
         self._passed[block] = None
 
-    def add_named(self, block: BlockId, now_s: float, *, was_matched: bool) -> None:
+    def add_named(self, block: BlockId, now_s: float, was_matched: bool) -> None:
         """Add a named block. `was_matched`: the prefix of a later request has matched it."""
         if was_matched:
             self._matched[block] = now_s + MATCHED_BONUS_S
@@ -54,11 +54,14 @@ class FreeBlocks:
             self._used_once[block] = now_s
 
     def remove(self, block: BlockId) -> None:
-        for part in (self._matched, self._used_once, self._unnamed, self._passed):
-            if block in part:
-                del part[block]
-                return
-        raise KeyError(block)
+        if block in self._matched:
+            del self._matched[block]
+        elif block in self._used_once:
+            del self._used_once[block]
+        elif block in self._unnamed:
+            del self._unnamed[block]
+        else:
+            del self._passed[block]
 
     def pop(self) -> BlockId:
         """Remove and return the block to reuse next."""
