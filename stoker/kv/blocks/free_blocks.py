@@ -46,12 +46,12 @@ class FreeBlocks:
         """Add a named block that the sequence that held it no longer needs, while it runs on."""
         self._passed[block] = None
 
-    def add_named(self, block: BlockId, now_s: float, was_matched: bool) -> None:
-        """Add a named block. `was_matched`: the prefix of a later request has matched it."""
-        if was_matched:
-            self._matched[block] = now_s + MATCHED_BONUS_S
-        else:
-            self._used_once[block] = now_s
+    def add_named(self, used_once: list[BlockId], matched: list[BlockId], now_s: float) -> None:
+        """Add named blocks. The prefix of a later request has matched those of `matched`."""
+        if used_once:
+            self._used_once.update(dict.fromkeys(used_once, now_s))
+        if matched:
+            self._matched.update(dict.fromkeys(matched, now_s + MATCHED_BONUS_S))
 
     def remove(self, block: BlockId) -> None:
         if block in self._matched:

@@ -165,29 +165,36 @@ class BlockPool:
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference of each block. The last block is freed first: a prefix is useful without its end, but not
         the reverse."""
-        refs, names, was_matched, free, now_s = self._refs, self._names, self._was_matched, self._free, self.now_s
+        refs, names, was_matched, free = self._refs, self._names, self._was_matched, self._free
+        used_once: list[BlockId] = []
+        matched: list[BlockId] = []
         for block in reversed(blocks):
             left = refs[block] - 1
             assert left >= 0, f"block {block} released more often than held"
             refs[block] = left
             if not left:
-                if names[block] is None:
-                    free.add_unnamed(block)
+                if was_matched[block]:
+                    matched.append(block)
+                elif names[block] is not None:
+                    used_once.append(block)
                 else:
-                    free.add_named(block, now_s, was_matched[block] == 1)
+                    free.add_unnamed(block)
+        free.add_named(used_once, matched, self.now_s)
 
     def release_passed(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference of blocks that a running sequence no longer needs. They are reused before the others,
         except those that a later request has matched."""
+        matched: list[BlockId] = []
         for block in blocks:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if self._names[block] is None:
                     self._free.add_unnamed(block)
                 elif self._was_matched[block]:
-                    self._free.add_named(block, self.now_s, True)
+                    matched.append(block)
                 else:
                     self._free.add_passed(block)
+        self._free.add_named([], matched, self.now_s)
 
     def check(self) -> None:
         """Assert the invariants of the pool. Tests call it after each step."""
