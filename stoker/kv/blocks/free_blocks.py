@@ -11,6 +11,7 @@ slightly more (bench/RESULTS.md).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from stoker.base.ids import BlockId
 
@@ -46,12 +47,12 @@ class FreeBlocks:
         """Add a named block that the sequence that held it no longer needs, while it runs on."""
         self._passed[block] = None
 
-    def add_named(self, used_once: list[BlockId], matched: list[BlockId], now_s: float) -> None:
-        """Add named blocks. The prefix of a later request has matched those of `matched`."""
-        if used_once:
-            self._used_once.update(dict.fromkeys(used_once, now_s))
-        if matched:
-            self._matched.update(dict.fromkeys(matched, now_s + MATCHED_BONUS_S))
+    def add_named(self, blocks: Iterable[BlockId], now_s: float, *, was_matched: bool) -> None:
+        """Add named blocks, the first to be reused first. `was_matched`: the prefix of a later request has matched them."""
+        if was_matched:
+            self._matched.update(dict.fromkeys(blocks, now_s + MATCHED_BONUS_S))
+        else:
+            self._used_once.update(dict.fromkeys(blocks, now_s))
 
     def remove(self, block: BlockId) -> None:
         if block in self._matched:

@@ -179,7 +179,10 @@ class BlockPool:
                     used_once.append(block)
                 else:
                     free.add_unnamed(block)
-        free.add_named(used_once, matched, self.now_s)
+        if used_once:
+            free.add_named(used_once, self.now_s, was_matched=False)
+        if matched:
+            free.add_named(matched, self.now_s, was_matched=True)
 
     def release_passed(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference of blocks that a running sequence no longer needs. They are reused before the others,
@@ -194,7 +197,7 @@ class BlockPool:
                     matched.append(block)
                 else:
                     self._free.add_passed(block)
-        self._free.add_named([], matched, self.now_s)
+        self._free.add_named(matched, self.now_s, was_matched=True)
 
     def check(self) -> None:
         """Assert the invariants of the pool. Tests call it after each step."""
