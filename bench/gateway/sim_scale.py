@@ -24,15 +24,16 @@ HELP = "time and memory of stoker sim for up to a million requests on 64 workers
 NEEDS = Needs(packages=("msgspec",))
 SESSIONS_PER_S = 1.5  # for each worker
 LOAD = ("--turns", 4, "--input-tokens", 512, "--output-tokens", 128, "--spread", 0.5, "--system-tokens", 1024)
-ALLOWED_S, ALLOWED_MIB = 600.0, 4096.0  # for a million requests; a smaller size has its part of the time
+ALLOWED_S, ALLOWED_MIB = 600.0, 4096.0  # for a million requests on 64 workers; a smaller size has its part of the time
 ALLOWED_GROWTH = 1.2  # of the CPU time of a request, from the second size to the largest
 _MILLION = 1_000_000
+_WORKERS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = [20_000, 100_000, 1_000_000]
     parser.add_argument("--requests", type=int, nargs="+", default=sizes, help="sizes (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=64, help="unified workers (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=_WORKERS, help="unified workers (default: %(default)s)")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> Report:
         report.details.append(row)
     for one in runs:
         case = f"{one.requests:,} requests, {args.workers} workers"
-        is_largest = one is runs[-1]
+        is_largest = one is runs[-1] and args.workers == _WORKERS  # the allowed time and memory are for this fleet
         report.results += [
             _result(case, "wall time", "s", one.wall_s, ALLOWED_S * one.requests / _MILLION if is_largest else None),
             _result(case, "peak memory", "MiB", one.peak_mib, ALLOWED_MIB if is_largest else None),

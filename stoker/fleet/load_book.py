@@ -13,10 +13,12 @@ is idle at every decision, and the load alone would send them all to the same wo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, log
 
 from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Member
 
 _SAME_TIME_S = 0.001  # loads are updated at most once in this time
 
@@ -144,20 +146,35 @@ class LoadBook:
         load = self._loads.get(worker_id)
         if load is None:
             load = self._add_worker(worker_id, now)
-        elapsed = now - load._as_of
-        if elapsed > _SAME_TIME_S:
-            if load.queued_tokens or elapsed != self._faded_s:
-                self._advance(load, now)
-            else:  # written out for workers without a queue, because a decision reads the loads of all workers
-                fade = self._fade
-                load._as_of = now
-                load.recent_requests *= fade
-                load.recent_tokens *= fade
-                load.recent_returns *= fade
-                load.mean_queued_tokens *= fade
+        if now - load._as_of > _SAME_TIME_S:
+            self._advance(load, now)
         if tokens_per_s:
             load._tokens_per_s = tokens_per_s
         return load
+
+    def loads(self, members: Iterable[Member], now: float) -> list[WorkerLoad]:
+        """Return the load of each member, as `load` does. It is one loop, because a decision reads the loads of all workers."""
+        known, found = self._loads, []
+        for member in members:
+            worker_id, tokens_per_s = member.spec.worker_id, member.tokens_per_s
+            load = known.get(worker_id)
+            if load is None:
+                load = self._add_worker(worker_id, now)
+            elapsed = now - load._as_of
+            if elapsed > _SAME_TIME_S:
+                if load.queued_tokens or elapsed != self._faded_s:
+                    self._advance(load, now)
+                else:  # written out for workers without a queue
+                    fade = self._fade
+                    load._as_of = now
+                    load.recent_requests *= fade
+                    load.recent_tokens *= fade
+                    load.recent_returns *= fade
+                    load.mean_queued_tokens *= fade
+            if tokens_per_s:
+                load._tokens_per_s = tokens_per_s
+            found.append(load)
+        return found
 
     def totals(self) -> LoadTotals:
         loads = self._loads.values()

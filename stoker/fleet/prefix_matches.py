@@ -7,7 +7,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,18 +86,21 @@ class PrefixMatches(Mapping[WorkerId, Match]):
         in_host = _blocks(self._host, bit) or in_device
         return Match(in_device, in_host - in_device, blocks - in_host)
 
-    def get(self, worker_id: WorkerId, default: Match | None = None) -> Match | None:  # type: ignore[override]
-        """Return the worker's entry. It is written out, because the router calls it for each candidate."""
-        bit = self._bits.get(worker_id, 0)
-        if self._on_device is not None:
-            for mask, match in self._on_device:
+    def of(self, worker_ids: Iterable[WorkerId]) -> list[Match | None]:
+        """Return the entry of each worker, or None. It is one loop, because a decision looks up all workers."""
+        runs, bits = self._on_device, self._bits
+        if runs is None:
+            return [self.get(worker_id) for worker_id in worker_ids]
+        found: list[Match | None] = []
+        for worker_id in worker_ids:
+            bit = bits.get(worker_id, 0)
+            for mask, match in runs:
                 if mask & bit:
-                    return match
-            return default
-        try:
-            return self[worker_id]
-        except KeyError:
-            return default
+                    found.append(match)
+                    break
+            else:
+                found.append(None)
+        return found
 
     def __iter__(self) -> Iterator[WorkerId]:
         for mask, _ in self._disk:

@@ -64,6 +64,17 @@ class LoadReport:
 
         One worker with a fault must not get all requests, or make the costs of the others incomparable.
         """
+        if (
+            0 <= self.waiting_tokens <= _MOST_COUNT
+            and 0 <= self.waiting_sequences <= _MOST_COUNT
+            and 0 <= self.running_sequences <= _MOST_COUNT
+            and 0 <= self.kv_used <= 1
+            and 0 <= (self.num_blocks or 0) <= _MOST_COUNT
+            and 0 <= (self.block_tokens or 0) <= _MOST_COUNT
+            and 0 <= (self.prefill_tokens_per_s or 0) <= _MOST_TOKENS_PER_S
+            and 0 <= (self.step_s or 0) <= _LONGEST_STEP_S
+        ):
+            return self  # as nearly always
         return LoadReport(
             _count(self.waiting_tokens),
             _count(self.waiting_sequences),

@@ -114,7 +114,8 @@ class Router:
                 raise self._no_worker(query, now)
         choice = self._choose(lookup, candidates)
         chosen, reasons = candidates[choice.chosen], choice.reasons
-        returning = bool(lookup.matches) and chosen.cached_tokens > min([one.cached_tokens for one in candidates])
+        cached_tokens = chosen.cached_tokens  # more than on another candidate: the request came for them
+        returning = bool(lookup.matches) and any(one.cached_tokens < cached_tokens for one in candidates)
         decode, prefill = self._reserve(chosen, lookup, returning), None
         if chosen.pull_tokens:
             first = prefills[chosen.member.spec.dialect]
@@ -194,13 +195,13 @@ class Router:
         """Return what the query would cause on each of these workers. Written as one loop, because it runs for all workers."""
         query, matches, now = lookup.query, lookup.matches, lookup.now
         block_tokens, num_tokens, brings_kv = query.block_tokens, query.num_tokens, query.brings_kv
-        known, load_of, match_of = self._candidates, self._load_book.load, matches.get
+        known = self._candidates
         last: Match | None = None
         cached, host, disk = num_tokens - 1 if brings_kv else 0, 0, 0  # without a match
+        worker_ids = [member.spec.worker_id for member in members]
+        loads, found_matches = self._load_book.loads(members, now), matches.of(worker_ids)
         found = []
-        for member in members:
-            worker_id, rate = member.spec.worker_id, member.tokens_per_s
-            load = load_of(worker_id, now, rate)
+        for member, worker_id, load, match in zip(members, worker_ids, loads, found_matches, strict=True):
             # One object per worker is reused for all decisions: creating one would take longer than scoring it.
             way = known.get(worker_id)
             if way is None:
@@ -209,9 +210,8 @@ class Router:
             way.load = load
             queued, report = load.queued_tokens, member.report
             if report is not None and report.waiting_tokens > queued:  # from other gateways
-                queued = max(queued, report.waiting_tokens - (now - member.reported_at) * rate)
+                queued = max(queued, report.waiting_tokens - (now - member.reported_at) * member.tokens_per_s)
             way.queued_tokens = queued
-            match = match_of(worker_id)
             if match is not last:  # workers with equally many blocks most often share one entry
                 # The last prompt token is always computed: the first output token is sampled from its logits.
                 last, cached = match, 0 if match is None else min(match.blocks * block_tokens, num_tokens - 1)

@@ -11,6 +11,7 @@ found by their blocks, and new sessions are placed as in a fleet without session
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 
 from stoker.base.ids import WorkerId
 
@@ -26,6 +27,9 @@ class Sessions:
     def __init__(self) -> None:
         self._last_seen: dict[WorkerId, dict[str, float]] = {}  # by worker and session, longest silent first
         self._places: dict[str, tuple[WorkerId, ...]] = {}  # the workers that got each session's last request
+        self._seen_on: dict[str, tuple[WorkerId, ...]] = {}  # the workers that remember each session
+        self._oldest_s = inf  # no session of any worker was last seen before this time
+        self._has_excess = False  # a worker remembers more sessions than the limit
         self._total = 0
         self._pause_s: float | None = None
         self._deviation_s = 0.0
@@ -72,37 +76,30 @@ class Sessions:
 
     def home(self, session: str, workers: Iterable[WorkerId], now: float) -> WorkerId | None:
         """Return which of these workers got the session's last request, or None if the session is new or has ended."""
+        seen_on = self._seen_on.get(session)
+        if seen_on is None:
+            return None
         ended_at = now - self.timeout_s
-        for worker in workers:
-            sessions = self._last_seen.get(worker)
-            if sessions is not None and sessions.get(session, ended_at) > ended_at:
-                return worker
-        return None
+        living = [worker for worker in seen_on if self._last_seen[worker][session] > ended_at]
+        return next((worker for worker in workers if worker in living), None) if living else None
 
-    def placed(self, session: str, chosen: Sequence[WorkerId], workers: Iterable[WorkerId], now: float) -> None:
+    def placed(self, session: str, chosen: Sequence[WorkerId], workers: Sequence[WorkerId], now: float) -> None:
         """Record one request of the session on the `chosen` workers, one for each leg. `workers` were the candidates."""
         ended_at = now - self.timeout_s
-        last = None
-        for worker in workers:
-            sessions = self._last_seen.get(worker)
-            if not sessions:
-                continue
-            if session in sessions:
-                last = sessions.pop(session)
-                self._total -= 1
-                if not sessions:
-                    continue
-            if len(sessions) > _MAX_PER_WORKER or next(iter(sessions.values())) <= ended_at:
-                ended = _drop_ended(sessions, ended_at)
-                self._total -= len(ended)
-                for one in ended:
-                    self._places.pop(one, None)
+        last = self._take_out(session, workers)
+        if self._oldest_s <= ended_at or self._has_excess:  # else no worker has anything to forget
+            self._forget_ended(workers, ended_at)
         for worker in chosen:
-            if worker not in self._last_seen:
+            sessions = self._last_seen.get(worker)
+            if sessions is None:
                 self._forget_workers_without_sessions(ended_at)
-                self._last_seen[worker] = {}
-            self._total += session not in self._last_seen[worker]
-            self._last_seen[worker][session] = now
+                sessions = self._last_seen[worker] = {}
+            if session not in sessions:
+                self._seen_on[session] = (*self._seen_on.get(session, ()), worker)
+                self._total += 1
+            sessions[session] = now
+            self._has_excess |= len(sessions) > _MAX_PER_WORKER
+        self._oldest_s = min(self._oldest_s, now)
         self._places[session] = tuple(chosen)
         self._num_requests += 1
         if self._num_requests > _MAX_COUNTED:
@@ -112,13 +109,47 @@ class Sessions:
         else:
             self._add_pause(now - last)
 
+    def _take_out(self, session: str, workers: Sequence[WorkerId]) -> float | None:
+        """Remove a session from these workers. Return when the last one that remembers it has seen it, or None."""
+        known = [worker for worker in self._seen_on.get(session, ()) if worker in workers]
+        if len(known) > 1:
+            known.sort(key=workers.index)
+        last = None
+        for worker in known:
+            last = self._last_seen[worker].pop(session)
+            self._unlink(session, worker)
+        return last
+
+    def _unlink(self, session: str, worker: WorkerId) -> None:
+        """Note that a worker does not remember a session any longer."""
+        self._total -= 1
+        left = tuple(other for other in self._seen_on[session] if other != worker)
+        if left:
+            self._seen_on[session] = left
+        else:
+            del self._seen_on[session]
+
+    def _forget_ended(self, workers: Sequence[WorkerId], ended_at: float) -> None:
+        """Forget the sessions of these workers that have ended, and the oldest ones beyond the limit."""
+        for worker in workers:
+            sessions = self._last_seen.get(worker)
+            if sessions and (len(sessions) > _MAX_PER_WORKER or next(iter(sessions.values())) <= ended_at):
+                for session in _take_ended(sessions, ended_at):
+                    self._unlink(session, worker)
+                    self._places.pop(session, None)
+        if len(workers) < len(self._last_seen):
+            return  # candidates of a large fleet: looking at all workers would take longer than looking at these each time
+        remembered = [sessions for sessions in self._last_seen.values() if sessions]
+        self._oldest_s = min([next(iter(sessions.values())) for sessions in remembered], default=inf)
+        self._has_excess = any(len(sessions) > _MAX_PER_WORKER for sessions in remembered)
+
     def _forget_workers_without_sessions(self, ended_at: float) -> None:
         """Drop workers whose sessions have all ended. Among them are the workers that have left the fleet."""
         for worker, sessions in list(self._last_seen.items()):
             if next(reversed(sessions.values()), ended_at) <= ended_at:
                 del self._last_seen[worker]
-                self._total -= len(sessions)
                 for session in sessions:
+                    self._unlink(session, worker)
                     self._places.pop(session, None)
 
     def _add_pause(self, pause_s: float) -> None:
@@ -140,7 +171,7 @@ def _num_alive(sessions: dict[str, float] | None, ended_at: float) -> int:
     return count
 
 
-def _drop_ended(sessions: dict[str, float], ended_at: float) -> list[str]:
+def _take_ended(sessions: dict[str, float], ended_at: float) -> list[str]:
     """Remove the sessions that have ended, and the oldest ones beyond the limit. Return them."""
     ended: list[str] = []
     for session, last_s in sessions.items():

@@ -120,7 +120,7 @@ class Shortlist:
         self._ranked_at = 0.0
         self._num_requests = 0  # since then
         self._members: dict[WorkerId, Member] = {}
-        self._fastest: list[WorkerId] = []
+        self._fastest: dict[WorkerId, int] = {}  # the rank of each worker by its speed, in order
         # The typical request, and how many of its tokens are cached in each order. The first order is for none.
         self._query: RouteQuery | None = None
         self._cached = (0, 0)
@@ -174,10 +174,16 @@ class Shortlist:
                     chosen.update(dict.fromkeys(cached.best_of(worker_ids, now, _HOLDERS)))
                 else:
                     chosen.update(dict.fromkeys(cached.cheapest(now, _HOLDERS, condition)))
-            _, has_most = next(matches.longest(1, 0))
-            chosen.update(dict.fromkeys(islice(filter(has_most, self._fastest), 1)))
+            worker_ids, has_most = next(matches.longest(1, _FEW))
+            if worker_ids:
+                ranks = self._fastest
+                fastest = min((one for one in worker_ids if one in ranks), key=ranks.__getitem__, default=None)
+            else:  # so many that one of them is soon found
+                fastest = next(filter(has_most, self._fastest), None)
         else:
-            chosen[self._fastest[0]] = None
+            fastest = next(iter(self._fastest))
+        if fastest is not None:
+            chosen[fastest] = None
         named = self._policy.must_score(query, self._members.values(), prefix, bool(matches), now)
         chosen.update(dict.fromkeys(named))
         members = self._members
@@ -187,7 +193,8 @@ class Shortlist:
         self._pool, self._ranked_at, self._num_requests = pool, now, 0
         self._query, self._cached = query, (0, max(0, query.num_tokens - max(1, int(self._uncached_tokens))))
         self._members = {member.worker_id: member for member in pool.members}
-        self._fastest = sorted(self._members, key=lambda worker_id: -self._members[worker_id].tokens_per_s)
+        by_speed = sorted(self._members, key=lambda worker_id: -self._members[worker_id].tokens_per_s)
+        self._fastest = {worker_id: rank for rank, worker_id in enumerate(by_speed)}
         orders: list[_Order] = []
         for cached in self._cached:
             candidates = [self._candidate(query, member, cached, now) for member in pool.members]

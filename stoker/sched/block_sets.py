@@ -18,7 +18,7 @@ from stoker.sched.held_blocks import NO_BLOCK, HeldBlocks
 from stoker.sched.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixMatch:
     """The leading `num_blocks` blocks of a sequence can be reused: `held` are those that it needs, in each set. The leading
     `num_shared` blocks are those of another sequence, at least as many."""

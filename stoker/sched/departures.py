@@ -20,6 +20,10 @@ class Departures:
         self._leases = leases
         self._leaving: list[Sequence] = []
 
+    @property
+    def num_leaving(self) -> int:
+        return len(self._leaving)
+
     def start(self, seq: Sequence, lease_id: str) -> None:
         """Let another worker continue a sequence, whose KV is then held under `lease_id`.
 

@@ -13,7 +13,7 @@ from stoker.sched.request import SamplingParams, TokenLogprobs
 ON_DEVICE = -1
 
 
-# Not frozen, for speed: one is created per row and step, and creating a frozen one takes three times as long.
+# Not frozen, for speed, like the other parts of a plan that every step has: creating a frozen one takes three times as long.
 @dataclass(slots=True)
 class Span:
     """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled.
@@ -35,7 +35,7 @@ class Span:
     next_id: int = field(default=0, compare=False)  # the token after those of a span that does not sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewRow:
     """A sequence that gets a row on the device.
 
@@ -55,7 +55,7 @@ class NewRow:
         return self.num_prompt + self.max_new_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockTableChange:
     """Write `blocks` into the row's block table of a KV set, starting at entry `first`.
 
@@ -87,7 +87,7 @@ class BlockCopy:
     kv_set: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """One step of the engine.
 
@@ -117,7 +117,7 @@ class StepPlan:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """The tokens that a plan's spans sampled. Rare extras are in dicts and sets, keyed by the span's index in the plan."""
 

@@ -60,8 +60,10 @@ class PlanBuilder:
     def add_row(self, seq: Sequence) -> None:
         """Add the row that the sequence was just given."""
         request = seq.request
+        is_new = len(seq.token_ids) == len(request.token_ids)  # nothing is appended to the request's own list
+        token_ids = request.token_ids if is_new else list(seq.token_ids)
         self.new_rows[seq] = NewRow(
-            seq.running_row, request.sampling, list(seq.token_ids), request.num_prompt, request.max_new_tokens
+            seq.running_row, request.sampling, token_ids, request.num_prompt, request.max_new_tokens
         )
         self.put_tables(seq)
 
@@ -128,7 +130,7 @@ class PlanBuilder:
             [change for changes in self.changes.values() for change in changes.values()],
             self.copies,
             [
-                [block for block in fresh if block not in own]
+                [block for block in fresh if block not in own] if own else fresh
                 for fresh, own in zip(self.fresh_blocks, filled, strict=True)
             ],
             self.loads,

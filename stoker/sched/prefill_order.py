@@ -37,6 +37,10 @@ class PrefillOrder:
         self._passed_over: set[str] = set()  # tenants that get no more turns in this walk
 
     @property
+    def is_empty(self) -> bool:
+        return not self._classes
+
+    @property
     def best_priority(self) -> int | None:
         return min(self._classes, default=None)
 

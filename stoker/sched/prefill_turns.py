@@ -30,6 +30,8 @@ class PrefillTurns:
 
         `running` are the running sequences with prompt tokens to compute.
         """
+        if not running and self._queues.order.is_empty:
+            return
         self._queues.measure_again(_MEASURED_PER_STEP)
         if running or self._rows.num_free or self._could_preempt():
             self._take_turns(builder)

@@ -43,10 +43,11 @@ class PrefixCache:
         have been evicted before its successors, and the other KV sets are not looked at. `match` is exact.
         """
         seq.extend_keys()
-        keys, count, holds = seq.keys, min(seq.num_matched, seq.num_reusable), self._sets.first_pool.holds
+        most = seq.num_reusable
+        keys, count, holds = seq.keys, min(seq.num_matched, most), self._sets.first_pool.holds
         while count and not holds(keys[count - 1]):
             count -= 1
-        while count < seq.num_reusable and holds(keys[count]):
+        while count < most and holds(keys[count]):
             count += 1
         seq.num_matched = count
         return count
@@ -73,8 +74,10 @@ class PrefixCache:
 
     def stop_computing(self, seq: Sequence) -> None:
         """Record that the sequence will not finish the blocks that it was computing."""
+        computing = self._computing
         for key in seq.keys[seq.num_named :]:
-            self._remove(seq, key)
+            if computing.get(key) is seq:
+                del computing[key]
 
     def name_blocks(self, seq: Sequence, num_computed: int) -> None:
         """Register the sequence's blocks that are full after `num_computed` tokens under their keys."""
@@ -82,14 +85,16 @@ class PrefixCache:
         if end <= first:
             return
         seq.extend_keys()
-        keys, token_ids, size = seq.keys, seq.token_ids, seq.block_tokens
-        parents = [seq.parent_of(first), *keys[first : end - 1]]
-        names = [
-            (keys[i], parent, tuple(token_ids[i * size : (i + 1) * size]), None if i else seq.request.cache_salt)
-            for i, parent in enumerate(parents, first)
-        ]
-        for key in keys[first:end]:
-            self._remove(seq, key)
+        keys, token_ids, size, computing = seq.keys, seq.token_ids, seq.block_tokens, self._computing
+        names, parent = [], seq.parent_of(first)
+        for i in range(first, end):
+            key = keys[i]
+            names.append(
+                (key, parent, tuple(token_ids[i * size : (i + 1) * size]), None if i else seq.request.cache_salt)
+            )
+            parent = key
+            if computing.get(key) is seq:
+                del computing[key]
         seq.num_named = end
         for kv_set, (pool, held) in enumerate(zip(self._sets.pools, seq.held, strict=True)):
             blocks = held.numbered(first, end)
@@ -109,7 +114,3 @@ class PrefixCache:
                 for i in set(range(first, seq.num_named)) - self._sets.needed_later(seq, pool):
                     if (block := held.find(i)) is not None:
                         self._offers.add(seq, i, block, kv_set)
-
-    def _remove(self, seq: Sequence, key: BlockKey) -> None:
-        if self._computing.get(key) is seq:
-            del self._computing[key]

@@ -63,7 +63,8 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, for speed, like the parts of a step's plan (sched/plan.py). It is never changed.
+@dataclass(slots=True)
 class GenerateRequest:
     """One sequence to continue. `token_ids` may hold output after the prompt: generation then resumes after it."""
 

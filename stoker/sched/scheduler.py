@@ -62,6 +62,7 @@ class Scheduler:
         """`pool` is that of the first KV set, and `local_pools` are those of the others, which have a bounded reach.
         `drafting` decides which drafts are verified; None: none ever. `order` decides whose prompts are computed first."""
         self._config = config
+        self._root = root_key(config.fingerprint)  # of requests without a salt
         self._drafting = drafting or NoDrafting()
         self.counters = counters = Counters()
         self.step_size = step_size = StepSize(config.target_itl_s, config.step_tokens)
@@ -95,6 +96,11 @@ class Scheduler:
         return self._leases.num_held
 
     @property
+    def num_leaving(self) -> int:
+        """Sequences that `end_leaving` will return once their launched steps are done."""
+        return self._departures.num_leaving
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queues.waiting)
 
@@ -115,7 +121,7 @@ class Scheduler:
         if request.request_id in self._queues.by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
         check_request(request, config.max_tokens, self._sets.max_tokens, config.vocab_size)
-        root = root_key(config.fingerprint, request.cache_salt)
+        root = root_key(config.fingerprint, request.cache_salt) if request.cache_salt else self._root
         seq = Sequence(
             request=request,
             arrival=self._num_arrivals,

@@ -123,8 +123,10 @@ class Sequence:
 
     def extend_keys(self) -> None:
         """Compute the keys of the blocks that became full since the last call."""
-        for i in range(len(self.keys), len(self.token_ids) // self.block_tokens):
-            self.keys.append(next_key(self.parent_of(i), self.tokens_of(i)))
+        keys, num_full = self.keys, len(self.token_ids) // self.block_tokens
+        if len(keys) < num_full:
+            for i in range(len(keys), num_full):
+                keys.append(next_key(self.parent_of(i), self.tokens_of(i)))
 
     def key_up_to(self, num_tokens: int) -> BlockKey:
         """Return the key of the last block of the first `num_tokens` tokens. The block may be partly filled."""

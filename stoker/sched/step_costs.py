@@ -21,6 +21,8 @@ _HALF_AGE = 256  # a class counts half after this many steps without a new measu
 # open: time that several coefficients could explain goes to the tokens first, then to the fixed part.
 _DAMPING = (1e-3, 1e-5, 1e-2, 1e-2)
 
+_DAMPED = tuple(1.0 + damping for damping in _DAMPING)
+
 Matrix = list[list[float]]
 
 
@@ -68,6 +70,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._classes: dict[tuple[int, int, int], _SimilarSteps] = {}  # the last measured class comes last
         self._num_recorded = 0
+        self._largest: int | None = 0  # tokens of the largest step among the last ones of each class; None: not known
         self._fitted = 0  # number of the measurement after which `_costs` were fitted
         self._costs = StepCosts()
 
@@ -76,10 +79,17 @@ class StepTimes:
         if not _MIN_S <= step_s <= _MAX_S:
             return
         key = (num_rows.bit_length(), (num_tokens - num_rows).bit_length(), num_guesses)
-        cls = self._classes.pop(key, None) or _SimilarSteps()
+        cls = self._classes.pop(key, None)
+        if cls is None:
+            cls = _SimilarSteps()
+        elif num_tokens < cls.samples[-1][1] == self._largest:
+            self._largest = None
         self._classes[key] = cls
         if len(self._classes) > _MAX_CLASSES:
             del self._classes[next(iter(self._classes))]
+            self._largest = None
+        if self._largest is not None and num_tokens > self._largest:
+            self._largest = num_tokens
         self._num_recorded += count
         cls.updated = self._num_recorded
         cls.add((step_s, num_tokens, num_rows, num_guesses), count)
@@ -87,7 +97,9 @@ class StepTimes:
     @property
     def largest_tokens(self) -> int:
         """The tokens of the largest step that the model was fitted to."""
-        return max((cls.samples[-1][1] for cls in self._classes.values()), default=0)
+        if self._largest is None:
+            self._largest = max([cls.samples[-1][1] for cls in self._classes.values()])
+        return self._largest
 
     @property
     def costs(self) -> StepCosts:
@@ -104,7 +116,7 @@ class StepTimes:
         xx = xy = xz = yy = yz = zz = x1 = y1 = z1 = 0.0
         gg = xg = yg = zg = g1 = 0.0
         for cls in self._classes.values():
-            step_s, num_tokens, num_rows, num_guesses = cls.typical
+            step_s, num_tokens, num_rows, num_guesses = cls._typical or cls.typical
             x = 1.0 / step_s
             y, z = x * num_tokens, x * num_rows
             weight = _HALF_AGE / (_HALF_AGE + self._num_recorded - cls.updated)
@@ -114,10 +126,13 @@ class StepTimes:
             if num_guesses:
                 g = x * num_guesses
                 gg, xg, yg, zg, g1 = gg + weight * g * g, xg + wx * g, yg + wy * g, zg + wz * g, g1 + weight * g
+        xx, yy, zz, gg = xx * _DAMPED[0], yy * _DAMPED[1], zz * _DAMPED[2], gg * _DAMPED[3]
+        if not gg:  # most often, and then most often none is negative
+            found = _solve([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]], [x1, y1, z1])
+            if min(found) >= 0.0:
+                return StepCosts(*found)
         matrix = [[xx, xy, xz, xg], [xy, yy, yz, yg], [xz, yz, zz, zg], [xg, yg, zg, gg]]
         right = [x1, y1, z1, g1]
-        for i in range(4):
-            matrix[i][i] *= 1.0 + _DAMPING[i]
         free = [0, 1, 2, 3] if gg else [0, 1, 2]
         while free:
             found = _solve([[matrix[i][j] for j in free] for i in free], [right[i] for i in free])
@@ -133,13 +148,17 @@ def _solve(matrix: Matrix, right: list[float]) -> list[float]:
     """Solve a small symmetric positive definite system by elimination."""
     size = len(right)
     for i in range(size):
+        pivot = matrix[i]
         for k in range(i + 1, size):
-            factor = matrix[k][i] / matrix[i][i]
+            row = matrix[k]
+            factor = row[i] / pivot[i]
             right[k] -= factor * right[i]
-            for j in range(i, size):
-                matrix[k][j] -= factor * matrix[i][j]
+            for j in range(i + 1, size):  # nothing reads the entries below the diagonal again
+                row[j] -= factor * pivot[j]
     found = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(matrix[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (right[i] - known) / matrix[i][i]
+        known, row = 0.0, matrix[i]
+        for j in range(i + 1, size):
+            known += row[j] * found[j]
+        found[i] = (right[i] - known) / row[i]
     return found

@@ -68,7 +68,7 @@ class StepFiller:
         # Decode comes before prefill, so that a long prompt does not stall the sequences that decode.
         decodes = [seq for seq, count in to_compute if count == 1][: self._budget.max_decodes()]
         prefills = [entry for entry in to_compute if entry[1] > 1]
-        builder.budget = self._budget.tokens(len(decodes), sum(count for _seq, count in prefills))
+        builder.budget = self._budget.tokens(len(decodes), sum([count for _seq, count in prefills]))
         for seq in decodes:
             if not builder.budget or seq.state is not SequenceState.RUNNING:
                 continue

@@ -129,10 +129,11 @@ class StepOutcomes:
     ) -> None:
         """Append the tokens that span `i` sampled, and end the sequence if they are its last."""
         request = seq.request
-        is_first = len(seq.token_ids) == len(request.token_ids)
-        seq.token_ids += token_ids
-        if has_row and len(seq.token_ids) > (seq.num_named + 1) * seq.block_tokens:
-            self._prefixes.name_blocks(seq, len(seq.token_ids) - 1)
+        known = seq.token_ids
+        is_first = len(known) == len(request.token_ids)
+        known += token_ids
+        if has_row and len(known) > (seq.num_named + 1) * seq.block_tokens:
+            self._prefixes.name_blocks(seq, len(known) - 1)
         finish, ticket = _finish_of(seq, i in result.grammar_done), None
         if finish is not None:
             if request.lease_id is not None and (finish.reason == "handoff" or request.max_new_tokens == 1):
@@ -150,10 +151,10 @@ class StepOutcomes:
 def _up_to_last(seq: Sequence, token_ids: list[int]) -> list[int]:
     """Return new tokens of a sequence up to its last: a stop token, or the one that reaches its limit."""
     token_ids = token_ids[: seq.max_tokens - len(seq.token_ids)]
-    stops = seq.request.sampling.stop_token_ids
-    for i, token_id in enumerate(token_ids):
-        if token_id in stops:
-            return token_ids[: i + 1]
+    if stops := seq.request.sampling.stop_token_ids:
+        for i, token_id in enumerate(token_ids):
+            if token_id in stops:
+                return token_ids[: i + 1]
     return token_ids
 
 

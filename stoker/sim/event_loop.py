@@ -30,9 +30,11 @@ class EventLoop:
 
     def at(self, time_s: float, act: Callable[[], None]) -> ScheduledEvent:
         """Run `act` at `time_s`, or now if that time has passed."""
-        event = ScheduledEvent(max(time_s, self.now_s), act)
-        self._num_scheduled += 1
-        heappush(self._heap, (event.time_s, self._num_scheduled, event))
+        if time_s < self.now_s:
+            time_s = self.now_s
+        event = ScheduledEvent(time_s, act)
+        self._num_scheduled = number = self._num_scheduled + 1
+        heappush(self._heap, (time_s, number, event))
         return event
 
     def after(self, delay_s: float, act: Callable[[], None]) -> ScheduledEvent:

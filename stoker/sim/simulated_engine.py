@@ -325,7 +325,8 @@ class SimulatedEngine:
         else:
             self.rates.record(plan, step_s)
         self._deliver(step, chunks)
-        self._hand_over(scheduler.end_leaving())
+        if scheduler.num_leaving:
+            self._hand_over(scheduler.end_leaving())
         self._move_kv()
         self._turn()
 
@@ -346,7 +347,8 @@ class SimulatedEngine:
                 self._release_ticket(request_id)
                 job.first_token(chunks.usages[i])
             else:
-                gaps[first_s - before_s] = gaps.get(first_s - before_s, 0) + 1
+                gap_s = first_s - before_s
+                gaps[gap_s] = gaps.get(gap_s, 0) + 1
                 num_rows += 1
                 if len(token_ids) > num_steps:  # accepted drafts come together
                     gaps[0.0] = gaps.get(0.0, 0) + len(token_ids) - num_steps

@@ -8,7 +8,7 @@ partly sent continues where it stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stoker.base.errors import Overloaded
 from stoker.base.histogram import Histogram
@@ -101,7 +101,8 @@ class SimulatedGateway:
         self.fleet = Fleet(fleet)
         self.load_book = LoadBook()
         self.indexes = PrefixIndexes()
-        self.router = Router(self.fleet, self.load_book, self.indexes, settings=router)
+        # Nothing asks for the last decisions. Freeing their reasons much later would take as long as finding them.
+        self.router = Router(self.fleet, self.load_book, self.indexes, settings=replace(router, num_explained=0))
         self.engines: dict[WorkerId, SimulatedEngine] = {}
         self.unreachable: set[WorkerId] = set()
         self.ttft_s = Histogram(_TTFT_BOUNDS_S)
@@ -202,14 +203,16 @@ class SimulatedGateway:
         )
         call.attempts += 1
         try:
-            call.route = self.router.route(query, self._loop.now_s)
+            route = self.router.route(query, self._loop.now_s)
         except Overloaded as refused:
             self._refuse(call, refused.code)
             return
-        if call.route.prefill is not None:
-            self._send(call, call.route.prefill, lease_id=f"lease-{call.number}-{call.attempts}")
+        route.reasons = []
+        call.route = route
+        if route.prefill is not None:
+            self._send(call, route.prefill, lease_id=f"lease-{call.number}-{call.attempts}")
         else:
-            self._send(call, call.route.decode, kv=kv)
+            self._send(call, route.decode, kv=kv)
 
     def _send(self, call: SimCall, leg: Leg, lease_id: str | None = None, kv: KvTicket | None = None) -> None:
         """Send a leg's request. The engine has it after the worker's host costs."""

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook, LoadTotals, Reservation
+from stoker.fleet.spec import WorkerSpec
 
 A, B = WorkerId("a"), WorkerId("b")
 ZERO = LoadTotals(0, 0, 0, 0)
@@ -93,3 +95,18 @@ def test_no_sequence_of_calls_leaks_load(steps: list[tuple[str, int]]) -> None:
     for reservation in reservations:
         reservation.end(now)
     assert load_book.totals() == ZERO
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 2), st.integers(0, 500)), max_size=40))
+def test_the_loads_of_all_members_are_those_of_single_reads(steps: list[tuple[int, float, int]]) -> None:
+    fleet, now = Fleet(), 0.0
+    members = [fleet.add(WorkerSpec(worker_id=WorkerId(f"w{i}"), url=""), 0.0) for i in range(4)]
+    together, single = LoadBook(), LoadBook()
+    for worker, pause_s, tokens in steps:
+        now += pause_s
+        for book in (together, single):
+            reserve(book, members[worker].worker_id, tokens, now)
+        expected = [single.load(one.worker_id, now, one.tokens_per_s) for one in members]
+        for load, other in zip(together.loads(members, now), expected, strict=True):
+            for name in ("queued_tokens", "recent_requests", "recent_tokens", "recent_returns", "mean_queued_tokens"):
+                assert getattr(load, name) == getattr(other, name)

@@ -161,7 +161,7 @@ READERS = {
     *("changes_by_reading", "totals"),  # of the load book
     *("branches", "evicting", "num_confirmed"),  # of an index
 }
-ONLY_THE_ROUTER_CALLS = {"begin_request", "routed", "take_changed"}
+ONLY_THE_ROUTER_CALLS = {"begin_request", "loads", "routed", "take_changed"}
 
 
 @pytest.mark.parametrize("recorded", [RecordedFleet, RecordedLoadBook, RecordedIndex], ids=lambda one: one.__name__)

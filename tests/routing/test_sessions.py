@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
+from math import inf
 
 import pytest
 from routing_world import World, where
@@ -81,3 +83,24 @@ def test_sessions_move_away_from_the_worker_with_the_most_expected_requests(
             assert home == first_home
     moved = sum(home[session] == A for session in living)
     assert least <= moved <= most, moved
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_session_is_found_as_by_a_scan_of_all_workers(seed: int) -> None:
+    """Candidates come and go, so that some workers remember a session that has moved on without them."""
+    rng = random.Random(seed)
+    workers = [WorkerId(f"w{number}") for number in range(6)]
+    sessions, now = Sessions(), 0.0
+    for _ in range(2000):
+        now += rng.expovariate(4.0)
+        session = f"s{int(rng.triangular(0, 60, 5))}"
+        candidates = rng.sample(workers, rng.randint(1, 6))
+        ended_at = now - sessions.timeout_s
+        seen = [one for one in candidates if sessions._last_seen.get(one, {}).get(session, ended_at) > ended_at]
+        assert sessions.home(session, candidates, now) == (seen[0] if seen else None)
+        oldest = min((min(one.values()) for one in sessions._last_seen.values() if one), default=inf)
+        assert sessions._oldest_s <= oldest, "an ended session would not be forgotten"
+        sessions.placed(session, rng.sample(candidates, min(len(candidates), rng.randint(1, 2))), candidates, now)
+        assert sessions.total == sum(map(len, sessions._last_seen.values()))
+        remembered = {(one, worker) for worker, seen_on in sessions._last_seen.items() for one in seen_on}
+        assert remembered == {(one, worker) for one, seen_on in sessions._seen_on.items() for worker in seen_on}

@@ -11,6 +11,7 @@ slightly more (bench/RESULTS.md).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from stoker.base.ids import BlockId
 
@@ -46,19 +47,22 @@ class FreeBlocks:
         """Add a named block that the sequence that held it no longer needs, while it runs on."""
         self._passed[block] = None
 
-    def add_named(self, block: BlockId, now_s: float, *, was_matched: bool) -> None:
-        """Add a named block. `was_matched`: the prefix of a later request has matched it."""
+    def add_named(self, blocks: Iterable[BlockId], now_s: float, *, was_matched: bool) -> None:
+        """Add named blocks, the first to be reused first. `was_matched`: the prefix of a later request has matched them."""
         if was_matched:
-            self._matched[block] = now_s + MATCHED_BONUS_S
+            self._matched.update(dict.fromkeys(blocks, now_s + MATCHED_BONUS_S))
         else:
-            self._used_once[block] = now_s
+            self._used_once.update(dict.fromkeys(blocks, now_s))
 
     def remove(self, block: BlockId) -> None:
-        for part in (self._matched, self._used_once, self._unnamed, self._passed):
-            if block in part:
-                del part[block]
-                return
-        raise KeyError(block)
+        if block in self._matched:
+            del self._matched[block]
+        elif block in self._used_once:
+            del self._used_once[block]
+        elif block in self._unnamed:
+            del self._unnamed[block]
+        else:
+            del self._passed[block]
 
     def pop(self) -> BlockId:
         """Remove and return the block to reuse next."""

@@ -114,20 +114,24 @@ class BlockPool:
 
     def num_free_after(self, hold: Iterable[BlockId]) -> int:
         """Return how many blocks could still be taken if `hold` were held."""
-        return len(self._free) - sum(1 for block in hold if self._refs[block] == 0)
+        refs = self._refs
+        return len(self._free) - [refs[block] for block in hold].count(0)
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
         """Add one reference to each block."""
+        refs, free = self._refs, self._free
         for block in blocks:
-            if self._refs[block] == 0:
-                self._free.remove(block)
-            self._refs[block] += 1
+            count = refs[block]
+            if count == 0:
+                free.remove(block)
+            refs[block] = count + 1
 
     def hold_matched(self, blocks: Sequence[BlockId]) -> None:
         """Add one reference to each block for a request whose prefix they match. Such blocks are kept longer."""
         self.hold(blocks)
+        was_matched = self._was_matched
         for block in blocks:
-            self._was_matched[block] = 1
+            was_matched[block] = 1
 
     def take(self, count: int) -> list[BlockId]:
         """Take `count` blocks with one reference each, and evict what they held. The caller has checked num_free."""
@@ -161,27 +165,39 @@ class BlockPool:
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference of each block. The last block is freed first: a prefix is useful without its end, but not
         the reverse."""
+        refs, names, was_matched, free = self._refs, self._names, self._was_matched, self._free
+        used_once: list[BlockId] = []
+        matched: list[BlockId] = []
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} released more often than held"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if self._names[block] is None:
-                    self._free.add_unnamed(block)
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} released more often than held"
+            refs[block] = left
+            if not left:
+                if was_matched[block]:
+                    matched.append(block)
+                elif names[block] is not None:
+                    used_once.append(block)
                 else:
-                    self._free.add_named(block, self.now_s, was_matched=bool(self._was_matched[block]))
+                    free.add_unnamed(block)
+        if used_once:
+            free.add_named(used_once, self.now_s, was_matched=False)
+        if matched:
+            free.add_named(matched, self.now_s, was_matched=True)
 
     def release_passed(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference of blocks that a running sequence no longer needs. They are reused before the others,
         except those that a later request has matched."""
+        matched: list[BlockId] = []
         for block in blocks:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if self._names[block] is None:
                     self._free.add_unnamed(block)
                 elif self._was_matched[block]:
-                    self._free.add_named(block, self.now_s, was_matched=True)
+                    matched.append(block)
                 else:
                     self._free.add_passed(block)
+        self._free.add_named(matched, self.now_s, was_matched=True)
 
     def check(self) -> None:
         """Assert the invariants of the pool. Tests call it after each step."""

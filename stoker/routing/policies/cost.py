@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from heapq import nsmallest
 from math import ceil
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
 from stoker.routing.candidate import Candidate, PoolTotals, PrefixInfo
 from stoker.routing.cost import Scene, build_scene, costs
-from stoker.routing.hashing import rendezvous
+from stoker.routing.hashing import nearest
 from stoker.routing.idle_balance import relieve
 from stoker.routing.policy import POLICIES, LegChoice
 from stoker.routing.query import Reason, RouteQuery
@@ -59,12 +58,12 @@ class Cost:
         alive = self.sessions.alive([member.worker_id for member in members], now)
         share = (sum(alive) + 1) / sum(member.weight for member in members)
         session = query.parent_session or query.session
-        ranked = (
-            (rendezvous(session, member.worker_id, member.spec.weight), member.worker_id)
+        with_room = [
+            (member.spec.worker_id, member.spec.weight)
             for member, count in zip(members, alive, strict=True)
             if count + 1 <= ceil(share * member.weight)
-        )
-        return [worker_id for _, worker_id in nsmallest(_PREFERRED_HOMES, ranked)]
+        ]
+        return nearest(session, with_room, _PREFERRED_HOMES)
 
     def commit(self, query: RouteQuery, choices: Sequence[LegChoice], now: float) -> None:
         spare_tokens = self._spare_tokens * (1 - 1 / _BUDGET_REQUESTS) + self._settings.balance_share * query.num_tokens

@@ -13,7 +13,7 @@ def free_blocks(*used: tuple[float, int, bool]) -> FreeBlocks:
     """Each: when it was used, which block, and whether a later request had found it."""
     free = FreeBlocks(0)
     for at, block, was_matched in used:
-        free.add_named(BlockId(block), at, was_matched=was_matched)
+        free.add_named([BlockId(block)], at, was_matched=was_matched)
     return free
 
 
@@ -32,7 +32,7 @@ def test_new_blocks_are_taken_after_returned_ones_and_before_those_with_a_name()
     free = FreeBlocks(4)
     assert [free.pop(), free.pop()] == [0, 1]
     assert [BlockId(i) in free for i in range(5)] == [False, False, True, True, False]
-    free.add_named(BlockId(0), 1.0, was_matched=False)
+    free.add_named([BlockId(0)], 1.0, was_matched=False)
     free.add_unnamed(BlockId(1))
     assert len(free) == 4
     assert order(free) == [1, 2, 3, 0]
@@ -52,7 +52,7 @@ def test_blocks_are_reused_in_the_order_in_which_they_count_as_used() -> None:
     for number in range(3000):
         now_s += rng.expovariate(1.0)
         block, was_matched = BlockId(number), rng.random() < 0.4
-        free.add_named(block, now_s, was_matched=was_matched)
+        free.add_named([block], now_s, was_matched=was_matched)
         due[block] = now_s + MATCHED_BONUS_S * was_matched
         if rng.random() < 0.3:
             gone = rng.choice(list(due))
