@@ -70,6 +70,7 @@ def test_every_flag_becomes_its_setting() -> None:
         *("--drain-s", "0", "--no-move", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
         *("--strict", "--volatile-line", "x:", "--volatile-line", "y:", "--cors-origin", "https://a.example"),
         *("--gateway", "http://a,http://b", "--gateway", "http://c", "--advertise", "http://d"),
+        *("--gateway-file", "/g"),
         *("--secret-file", "/s", "--api-key-file", "/a", "--insecure", "--events-port", "65534", "--no-events"),
     )
     store = StoreSettings("s", 2, "/d", 3, "/k", "m:50051", "127.0.0.1", 4, "rdma", "/ssd", ("x,gib=2", "y"))
@@ -98,7 +99,7 @@ def test_every_flag_becomes_its_setting() -> None:
         ServerSettings(
             1.5, 3, 2.5, 60.0, 0, True, Path("/c"), True, "debug", True, True, ("x:", "y:"), ("https://a.example",)
         ),
-        MembershipSettings(gateways, "http://d", Path("/s"), Path("/a"), True, 65534, True),
+        MembershipSettings(gateways, Path("/g"), "http://d", Path("/s"), Path("/a"), True, 65534, True),
     )
     network = for_network(engine, "h", "sesame")
     assert (network.store.mooncake_host, network.handoff.host, network.handoff.secret) == ("h", "h", PEER_KEY)

@@ -163,6 +163,7 @@ class Exchange:
     answer: bytes = b""  # unchanged
     broken: str = ""
     answer_headers: dict[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
     _thread: threading.Thread = field(init=False)
     _connection: http.client.HTTPConnection | None = None
 
@@ -171,7 +172,7 @@ class Exchange:
         self._thread.start()
 
     def _run(self) -> None:
-        connection = self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=180)
+        connection = self._connection = http.client.HTTPConnection(self.host, self.port, timeout=180)
         try:
             connection.request(
                 "POST", self.path, json.dumps(self.body), {"Content-Type": "application/json"} | self.headers

@@ -61,10 +61,14 @@ def test_ray_places_the_workers_that_the_autoscaler_wants(nodes: RayNodes, tiny_
     options = f'model = "{tiny_folder}"\ndevice = "cpu"\nthreads = 1\nkv_blocks = 400'
     # Any running request is too much, so that a worker is wanted under load, and none without.
     scale = 'mode = "on", max_workers = 2, itl_s = 1e-6, ttft_s = 1000, interval_s = 0.2, hold_s = 1, reverse_s = 2, warm_s = 0'
-    with fleet(tmp_path, nodes, f"max_count = 2\n{options}", f"autoscale = {{ {scale} }}") as scaled:
+    up = 'gateway_placement = "ray"'
+    with fleet(
+        tmp_path, nodes, f"max_count = 2\n{options}", f'store = "none"\nautoscale = {{ {scale} }}', up
+    ) as scaled:
         assert len(scaled.hosts) == 1
         body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        running = Exchange(int(scaled.url.rpartition(":")[2]), body, path="/v1/completions")
+        host, _, port = scaled.url.removeprefix("http://").partition(":")
+        running = Exchange(int(port), body, path="/v1/completions", host=host)
         wait_for(lambda: len(scaled.hosts) == 2, LONG_S)
         assert len(serving(tiny_folder)) == 2
         running.leave()
