@@ -71,10 +71,11 @@ def run(args: argparse.Namespace) -> Report:
             _result(case, "peak memory", "MiB", one.peak_mib, ALLOWED_MIB if is_largest else None),
             _result(case, "CPU time of a request", "us", one.cpu_s / one.requests * 1e6, None),
         ]
-    if len(runs) > 2:
+    if len(runs) > 1:
+        first = 1 if len(runs) > 2 else 0  # the start is a part of the smallest size
         per_request = [one.cpu_s / one.requests for one in runs]
-        case = f"from {sizes[1]:,} to {sizes[-1]:,} requests"
-        growth = per_request[-1] / per_request[1]
+        case = f"from {sizes[first]:,} to {sizes[-1]:,} requests"
+        growth = per_request[-1] / per_request[first]
         report.results.append(_result(case, "growth of the CPU time of a request", "times", growth, ALLOWED_GROWTH))
     return report
 
