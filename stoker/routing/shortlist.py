@@ -178,7 +178,7 @@ class Shortlist:
             if worker_ids:
                 ranks = self._fastest
                 fastest = min((one for one in worker_ids if one in ranks), key=ranks.__getitem__, default=None)
-            else:  # so many that one of them is soon found
+            else:  # many workers have them, so the search ends after a few
                 fastest = next(filter(has_most, self._fastest), None)
         else:
             fastest = next(iter(self._fastest))

@@ -29,9 +29,8 @@ from stoker.sim.workloads.workload import SimSession, SimTurn, Workload
 
 _GIB = 1 << 30
 _MAX_WORKERS = 4096
-_MAX_BLOCKS = (
-    1 << 26
-)  # of all workers; each takes 17 bytes empty and about 1,300 when it is used, with its entry in the index
+# Of all workers. Each takes 17 bytes empty and about 1,300 when it is used, with its entry in the index.
+_MAX_BLOCKS = 1 << 26
 _MEDIA = {"host": "CPU", "disk": "DISK", "shared": "STORE"}
 _DEFAULT_TIERS = {  # used where the calibration has none: PCIe, NVMe, and a network of 100 Gbit/s
     "host": LinkCosts(0.0005, 20e9),
