@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from stoker.up.part import ENDPOINT, GATEWAY_LIST, MOONCAKE, PORT, FleetPart, No
 from stoker.up.placement.local import LocalPart
 from stoker.up.process import PartProcess
 from stoker.up.rotating_file import RotatingFile
-from stoker.up.state import RunDir, living_fleets, open_run_dir
+from stoker.up.state import RunDir, living_fleets
 from stoker.up.supervisor import Phase
 from stoker.up.terminal import Terminal
 from tests.up.test_fleet_run import PART, fleet_of, free_port, running
@@ -66,14 +65,6 @@ def placed_part(tmp_path: Path, name: str, kind: PartKind, *arguments: str) -> F
     command = (sys.executable, "-c", PART, PORT, str(tmp_path / f"{name}-ended"), *arguments)
     addresses = dict.fromkeys(arguments, "mooncake")
     return FleetPart(name, kind, kind.value, command, "", None, 20.0, addresses=addresses, request=request)
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[RunDir]:
-    (tmp_path / "logs").mkdir()
-    ours = open_run_dir(tmp_path / "fleets", 9)
-    yield ours
-    ours.remove()
 
 
 def test_workers_follow_a_gateway_that_moves_and_are_restarted_for_a_master_that_moves(

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from stoker.up.part import FleetPart, PartKind
 from stoker.up.placement.local import LocalPlacement
 from stoker.up.plan import FleetPlan, Listening
 from stoker.up.run import FleetFailed, SupervisedFleet
-from stoker.up.state import RunDir, living_fleets, open_run_dir
+from stoker.up.state import RunDir, living_fleets
 from stoker.up.supervisor import Phase
 from stoker.up.terminal import Terminal
 
@@ -84,14 +84,6 @@ async def killed_and_back(fleet: SupervisedFleet) -> None:
     os.kill(fleet._processes["one"].pid, signal.SIGKILL)
     await until(lambda: (state.restarts == 1 and state.phase is Phase.READY) or fleet.supervisor.stopping)
     assert not fleet.supervisor.stopping
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[RunDir]:
-    (tmp_path / "logs").mkdir()
-    ours = open_run_dir(tmp_path / "fleets", 9)
-    yield ours
-    ours.remove()
 
 
 def test_a_fleet_with_a_closed_terminal_still_stops_in_order(tmp_path: Path, run_dir: RunDir) -> None:
